@@ -1,0 +1,68 @@
+#pragma once
+// Named bump arenas: one per lifetime (weights, gradients, optimizer, step scratch, sequence state).
+//
+// An arena reserves address space once and hands out 64-byte aligned pieces. Marks release everything taken after
+// them, which is how step scratch is reused. Every allocation has a name; the largest users and the high mark can be
+// printed. After warm-up an arena is sealed: going over the sealed high mark is a bug that names itself.
+// Not thread-safe: one owner allocates, ops never do so from inside a parallel loop.
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/tensor.h"
+
+namespace lockstep {
+
+class Arena {
+ public:
+  // Reserves `reserve_bytes` of address space; pages are committed by first touch. Fresh memory reads as zero.
+  Arena(std::string name, size_t reserve_bytes);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // `name` must outlive the arena when it is not a literal. Contents are undefined after a mark was released.
+  void* allocate(size_t bytes, std::string_view name);
+  TensorView tensor(DType dtype, Shape shape, std::string_view name) {
+    return TensorView(allocate(static_cast<size_t>(shape.elements()) * dtype_bytes(dtype), name), dtype, shape);
+  }
+  TensorView zeros(DType dtype, Shape shape, std::string_view name);
+
+  size_t mark() const { return used_; }
+  void release(size_t mark);
+  size_t used_bytes() const { return used_; }
+  size_t high_bytes() const { return high_; }
+  size_t reserve_bytes() const { return reserve_; }
+  const std::string& name() const { return name_; }
+
+  // From now on the high mark may not rise (a CHECK names the arena and the allocation). unseal() before planned growth.
+  void seal() { sealed_ = true; }
+  void unseal() { sealed_ = false; }
+  bool sealed() const { return sealed_; }
+
+ private:
+  std::string name_;
+  char* base_ = nullptr;
+  size_t reserve_ = 0;
+  size_t used_ = 0;
+  size_t high_ = 0;
+  bool sealed_ = false;
+};
+
+// Releases what was taken from the arena during its own life.
+class ArenaScope {
+ public:
+  explicit ArenaScope(Arena& arena) : arena_(arena), mark_(arena.mark()) {}
+  ~ArenaScope() { arena_.release(mark_); }
+  ArenaScope(const ArenaScope&) = delete;
+  ArenaScope& operator=(const ArenaScope&) = delete;
+
+ private:
+  Arena& arena_;
+  size_t mark_;
+};
+
+}  // namespace lockstep

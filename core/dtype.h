@@ -1,0 +1,82 @@
+#pragma once
+// Number formats and their conversions, bit for bit.
+//
+// f32 is IEEE binary32. bf16 is the upper half of f32; conversion rounds to nearest, ties to even, keeps
+// infinities, and maps every NaN to a quiet NaN of the same sign. Both directions are defined for every bit
+// pattern; dtype_test.cc checks all 65,536 bf16 codes and rounding at every midpoint.
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+namespace lockstep {
+
+enum class DType : uint8_t { f32, bf16, f64, i32, i64, u8 };
+
+constexpr size_t dtype_bytes(DType t) {
+  switch (t) {
+    case DType::f32: return 4;
+    case DType::bf16: return 2;
+    case DType::f64: return 8;
+    case DType::i32: return 4;
+    case DType::i64: return 8;
+    case DType::u8: return 1;
+  }
+  return 0;
+}
+
+constexpr const char* dtype_name(DType t) {
+  switch (t) {
+    case DType::f32: return "f32";
+    case DType::bf16: return "bf16";
+    case DType::f64: return "f64";
+    case DType::i32: return "i32";
+    case DType::i64: return "i64";
+    case DType::u8: return "u8";
+  }
+  return "?";
+}
+
+// Storage of one bf16 number. Arithmetic is always done in f32.
+struct bf16 {
+  uint16_t bits;
+};
+static_assert(sizeof(bf16) == 2);
+
+inline float to_f32(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+inline float to_f32(float x) { return x; }
+
+inline bf16 to_bf16(float x) {
+  const uint32_t u = std::bit_cast<uint32_t>(x);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((u >> 16) | 0x0040u)};
+  return {static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
+}
+
+template <typename T>
+T from_f32(float x);
+template <>
+inline float from_f32<float>(float x) { return x; }
+template <>
+inline bf16 from_f32<bf16>(float x) { return to_bf16(x); }
+
+template <typename T>
+struct DTypeOf;
+template <>
+struct DTypeOf<float> { static constexpr DType value = DType::f32; };
+template <>
+struct DTypeOf<bf16> { static constexpr DType value = DType::bf16; };
+template <>
+struct DTypeOf<double> { static constexpr DType value = DType::f64; };
+template <>
+struct DTypeOf<int32_t> { static constexpr DType value = DType::i32; };
+template <>
+struct DTypeOf<int64_t> { static constexpr DType value = DType::i64; };
+template <>
+struct DTypeOf<uint8_t> { static constexpr DType value = DType::u8; };
+
+// The model-wide choice of storage: weights of matrices and activations in this dtype, accumulation in f32.
+enum class Numerics : uint8_t { f32, bf16 };
+constexpr DType storage_dtype(Numerics n) { return n == Numerics::f32 ? DType::f32 : DType::bf16; }
+constexpr const char* numerics_name(Numerics n) { return n == Numerics::f32 ? "f32" : "bf16"; }
+
+}  // namespace lockstep

@@ -1,0 +1,1 @@
+#include "ops/adamw/adamw.h"

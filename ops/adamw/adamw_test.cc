@@ -1,0 +1,3 @@
+#include "ops/adamw/adamw.h"
+
+#include <gtest/gtest.h>

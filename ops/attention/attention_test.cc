@@ -1,0 +1,3 @@
+#include "ops/attention/attention.h"
+
+#include <gtest/gtest.h>

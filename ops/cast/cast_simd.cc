@@ -1,0 +1,1 @@
+#include "ops/cast/cast.h"

@@ -1,0 +1,3 @@
+#include "ops/cast/cast.h"
+
+#include <gtest/gtest.h>

@@ -1,0 +1,1 @@
+#include "ops/compressor/compressor.h"

@@ -1,0 +1,3 @@
+#include "ops/compressor/compressor.h"
+
+#include <gtest/gtest.h>

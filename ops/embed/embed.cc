@@ -1,0 +1,1 @@
+#include "ops/embed/embed.h"

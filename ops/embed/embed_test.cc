@@ -1,0 +1,3 @@
+#include "ops/embed/embed.h"
+
+#include <gtest/gtest.h>

@@ -1,0 +1,1 @@
+#include "ops/gate/gate.h"

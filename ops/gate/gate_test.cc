@@ -1,0 +1,3 @@
+#include "ops/gate/gate.h"
+
+#include <gtest/gtest.h>

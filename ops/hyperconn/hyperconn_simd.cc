@@ -1,0 +1,1 @@
+#include "ops/hyperconn/hyperconn.h"

@@ -1,0 +1,3 @@
+#include "ops/hyperconn/hyperconn.h"
+
+#include <gtest/gtest.h>

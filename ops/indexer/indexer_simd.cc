@@ -1,0 +1,1 @@
+#include "ops/indexer/indexer.h"

@@ -1,0 +1,3 @@
+#include "ops/indexer/indexer.h"
+
+#include <gtest/gtest.h>

@@ -1,0 +1,1 @@
+#include "ops/logprob/logprob.h"

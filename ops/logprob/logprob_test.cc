@@ -1,0 +1,3 @@
+#include "ops/logprob/logprob.h"
+
+#include <gtest/gtest.h>

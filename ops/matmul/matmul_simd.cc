@@ -1,0 +1,1 @@
+#include "ops/matmul/matmul.h"

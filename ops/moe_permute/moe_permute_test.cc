@@ -1,0 +1,3 @@
+#include "ops/moe_permute/moe_permute.h"
+
+#include <gtest/gtest.h>

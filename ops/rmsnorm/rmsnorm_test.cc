@@ -1,0 +1,3 @@
+#include "ops/rmsnorm/rmsnorm.h"
+
+#include <gtest/gtest.h>

@@ -1,0 +1,1 @@
+#include "ops/rope/rope.h"

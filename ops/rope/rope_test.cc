@@ -1,0 +1,3 @@
+#include "ops/rope/rope.h"
+
+#include <gtest/gtest.h>

@@ -1,0 +1,1 @@
+#include "ops/sample/sample.h"

@@ -1,0 +1,3 @@
+#include "ops/sample/sample.h"
+
+#include <gtest/gtest.h>

@@ -1,0 +1,1 @@
+#include "ops/sequence/sequence.h"

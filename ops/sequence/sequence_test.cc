@@ -1,0 +1,3 @@
+#include "ops/sequence/sequence.h"
+
+#include <gtest/gtest.h>

@@ -1,0 +1,3 @@
+#include "ops/swiglu/swiglu.h"
+
+#include <gtest/gtest.h>
