@@ -1,1 +1,534 @@
-#include "ops/matmul/matmul.h"
+// The register-tiled product behind matmul and its gradients; matmul_cpu.cc tells the plan.
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/matmul/matmul_simd.cc"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "ops/fixed_math-inl.h"
+#include "ops/matmul/matmul_cpu.h"
+
+#ifndef LOCKSTEP_OPS_MATMUL_PRODUCT
+#define LOCKSTEP_OPS_MATMUL_PRODUCT
+namespace lockstep {
+
+// c[r, n] = chain over ascending k of fma(a(r, k), b(k, n), .): what the forward and both backward products come down to.
+enum class Left { rows, columns };   // a(r, k) is a[r * a_stride + k], or a[k * a_stride + r] (f32 only)
+enum class Right { panels, rows };   // b(k, n) is in panel n / 16 of b, b_stride elements a panel, or b[k * b_stride + n]
+struct Product {
+  Left left;
+  Right right;
+  DType a_dtype, b_dtype, c_dtype;
+  int64_t a_stride, b_stride, c_stride;
+  int64_t n;            // columns of c
+  bool accumulate;      // chains start from what c holds (f32 only)
+  int64_t k_segment;    // 0, or the length of the chains that are summed
+};
+
+// One matrix product of a call; a grouped call has one an expert.
+struct Problem {
+  const void* a;
+  const void* b;
+  void* c;
+  int64_t m;  // rows of c
+  int64_t k;  // length of the chains
+};
+
+}  // namespace lockstep
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace lockstep::HWY_NAMESPACE {
+
+using Vec = hn::Vec<F32Tag>;
+
+// A tile is kTileRows x 2 panels with 32 registers (24 accumulators, 2 vectors of b, a broadcast) and kTileRows x 1 panel
+// with 16 (12 accumulators, 2 and 1). Both leave far more chains in flight than the 8 that two FMA units of latency 4 need.
+constexpr bool kWide = kF32Lanes == 16;
+constexpr int kTileRows = kWide ? 12 : 6;
+constexpr int64_t kColumnStride = kWide ? 16 : 8;  // floats a step of a packed column tile: kTileRows and padding
+constexpr int64_t kBlockTiles = kWide ? 8 : 16;    // rows of a block: 96
+constexpr int64_t kBlockK = 512;                   // a block of a (96 x 512 f32) and one of b (512 x 32) share an L2 of 512 KiB
+constexpr int64_t kChunkPanels = 32;               // columns between conversions of a bf16 block of a: 512
+constexpr int64_t kPackedPanels = 8;               // panels of b packed at once: rows of b are pages apart, so take 512 bytes of each
+constexpr int64_t kNearColumns = 256;              // a matrix of columns this narrow is read in place
+
+// Few rows leave registers for more panels, and need them to have 8 chains in flight.
+constexpr int max_panels(int64_t rows) {
+  if (kWide) return rows <= 2 ? 8 : rows <= 6 ? 4 : 2;
+  return rows == 1 ? 4 : rows == 2 ? 2 : 1;
+}
+
+// c[r, 0..16 * kPanels) over k steps. b points at step 0 of its first panel. from_zero starts the chains, otherwise c does.
+template <int kRows, int kPanels, Left kLeft, typename B>
+void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const B* HWY_RESTRICT b, int64_t b_stride, int64_t k, float* HWY_RESTRICT c,
+          int64_t c_stride, bool from_zero) {
+  const F32Tag d;
+  constexpr int kVectors = kPanels * static_cast<int>(kLaneVectors);
+  constexpr int kPerPanel = static_cast<int>(kLaneVectors);
+  Vec acc[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = from_zero ? hn::Zero(d) : hn::LoadU(d, c + r * c_stride + v * static_cast<int>(kF32Lanes));
+
+  for (int64_t i = 0; i < k; ++i) {
+    Vec bv[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v)
+      bv[v] = LoadF32(d, b + (v / kPerPanel) * b_stride + (v % kPerPanel) * static_cast<int>(kF32Lanes));
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec av = hn::Set(d, kLeft == Left::columns ? a[r] : a[r * a_stride]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = hn::MulAdd(av, bv[v], acc[r][v]);
+    }
+    a += kLeft == Left::columns ? a_stride : 1;
+    b += kPanelWidth;
+  }
+
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) hn::StoreU(acc[r][v], d, c + r * c_stride + v * static_cast<int>(kF32Lanes));
+}
+
+template <typename B>
+using TileFunction = void (*)(const float*, int64_t, const B*, int64_t, int64_t, float*, int64_t, bool);
+
+template <int kRows, int kPanels, Left kLeft, typename B>
+constexpr TileFunction<B> tile_function() {
+  if constexpr (kPanels <= max_panels(kRows)) return &Tile<kRows, kPanels, kLeft, B>;
+  else return nullptr;
+}
+
+// [rows - 1][log2 panels]
+template <Left kLeft, typename B, int... kRow>
+constexpr auto make_tiles(std::integer_sequence<int, kRow...>) {
+  return std::array<std::array<TileFunction<B>, 4>, kTileRows>{
+      {{tile_function<kRow + 1, 1, kLeft, B>(), tile_function<kRow + 1, 2, kLeft, B>(), tile_function<kRow + 1, 4, kLeft, B>(),
+        tile_function<kRow + 1, 8, kLeft, B>()}...}};
+}
+template <Left kLeft, typename B>
+constexpr auto kTiles = make_tiles<kLeft, B>(std::make_integer_sequence<int, kTileRows>());
+
+// Copies n values to f32 or from f32; a tail goes by fours and ones so that nothing past it is touched.
+template <typename From, typename To>
+HWY_INLINE void Convert(const From* HWY_RESTRICT from, To* HWY_RESTRICT to, int64_t n) {
+  const F32Tag d;
+  const hn::CappedTag<float, 4> d4;
+  int64_t i = 0;
+  for (; i + static_cast<int64_t>(kF32Lanes) <= n; i += kF32Lanes) StoreF32(d, LoadF32(d, from + i), to + i);
+  for (; i + 4 <= n; i += 4) StoreF32(d4, LoadF32(d4, from + i), to + i);
+  for (; i < n; ++i) to[i] = from_f32<To>(to_f32(from[i]));
+}
+
+// Steps [0, k) of panels [panel, panel + panels) of a row-major b, as f32 panels of k steps; zeros past column n.
+template <typename B>
+void PackRightRows(const B* HWY_RESTRICT b, int64_t b_stride, int64_t n, int64_t panel, int64_t panels, int64_t k,
+                   float* HWY_RESTRICT to) {
+  const F32Tag d;
+  const int64_t first = panel * kPanelWidth, columns = std::min(n - first, panels * kPanelWidth);
+  const int64_t whole = columns / kPanelWidth, rest = columns % kPanelWidth;
+  const int64_t panel_stride = k * kPanelWidth;
+  b += first;
+  for (int64_t i = 0; i < k; ++i, b += b_stride, to += kPanelWidth) {
+    for (int64_t p = 0; p < whole; ++p)
+      for (size_t v = 0; v < kLaneVectors; ++v)
+        hn::Store(LoadF32(d, b + p * kPanelWidth + v * kF32Lanes), d, to + p * panel_stride + v * kF32Lanes);
+    if (rest == 0) continue;
+    float* last = to + whole * panel_stride;
+    Convert(b + whole * kPanelWidth, last, rest);
+    for (int64_t j = rest; j < kPanelWidth; ++j) last[j] = 0.0f;
+  }
+}
+
+struct Scratch {
+  float* a;    // a block of the left operand in f32
+  float* b;    // a sliver of the right operand in f32
+  float* c;    // chains of a block of columns when c cannot hold them (bf16, a last panel past n, segments)
+  float* sum;  // sums of segments
+};
+struct ScratchSizes {
+  int64_t a, b, c, sum;  // floats
+  int64_t total() const { return a + b + c + sum; }
+};
+
+constexpr int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+constexpr int64_t num_panels(int64_t n) { return (n + kPanelWidth - 1) / kPanelWidth; }
+constexpr int64_t num_tiles(int64_t m) { return (m + kTileRows - 1) / kTileRows; }
+// Rows are spread evenly over the tiles: 13 rows are 7 + 6, never 12 + 1.
+constexpr int64_t tile_row(int64_t m, int64_t tiles, int64_t tile) { return tile * m / tiles; }
+
+// Converting bf16 panels once a block beats converting in every tile from three tiles on.
+constexpr bool promotes(int64_t tiles) { return tiles > 2; }
+constexpr int64_t column_tile_stride(int64_t k) { return k * kColumnStride + 16; }
+bool holds_chains(const Product& s) { return s.c_dtype == DType::bf16 || s.n % kPanelWidth != 0 || s.k_segment > 0; }
+
+ScratchSizes scratch_sizes(const Product& s, const Problem* problems, int64_t count, int64_t block_tiles) {
+  ScratchSizes need{};
+  for (int64_t e = 0; e < count; ++e) {
+    const Problem& p = problems[e];
+    const int64_t tiles = std::min(num_tiles(p.m), block_tiles), rows = std::min(p.m, tiles * kTileRows), k = std::min(p.k, kBlockK);
+    const int64_t columns = std::min(num_panels(s.n), kChunkPanels) * kPanelWidth;
+    if (s.left == Left::columns) need.a = std::max(need.a, s.a_stride > kNearColumns ? tiles * column_tile_stride(k) : 0);
+    else if (s.a_dtype == DType::bf16) need.a = std::max(need.a, rows * (round_up(k, 16) + 16));
+    if (s.right == Right::rows || (s.b_dtype == DType::bf16 && promotes(tiles)))
+      need.b = std::max(need.b, k * std::min(num_panels(s.n), kPackedPanels) * kPanelWidth);
+    if (holds_chains(s)) need.c = std::max(need.c, rows * columns);
+    if (s.k_segment > 0) need.sum = std::max(need.sum, rows * columns);
+  }
+  for (int64_t* x : {&need.a, &need.b, &need.c, &need.sum}) *x = round_up(*x, 16);
+  return need;
+}
+
+// One block of the left operand, ready for tiles.
+struct LeftBlock {
+  const float* data;
+  int64_t stride;       // between rows, or between steps of columns
+  int64_t tile_stride;  // between tiles of packed columns, 0 for others
+};
+
+LeftBlock PrepareLeft(const Product& s, const Problem& p, int64_t tiles, int64_t tile0, int64_t tile1, int64_t k0, int64_t k, float* to) {
+  const int64_t row0 = tile_row(p.m, tiles, tile0), rows = tile_row(p.m, tiles, tile1) - row0;
+  if (s.left == Left::rows) {
+    const int64_t at = row0 * s.a_stride + k0;
+    if (s.a_dtype == DType::f32) return {static_cast<const float*>(p.a) + at, s.a_stride, 0};
+    const bf16* from = static_cast<const bf16*>(p.a) + at;
+    const int64_t stride = round_up(k, 16) + 16;  // not a multiple of 4 KiB: 12 rows would share one set of L1
+    for (int64_t r = 0; r < rows; ++r) Convert(from + r * s.a_stride, to + r * stride, k);
+    return {to, stride, 0};
+  }
+  const float* from = static_cast<const float*>(p.a) + k0 * s.a_stride;
+  if (s.a_stride <= kNearColumns) return {from + row0, s.a_stride, 0};
+  // Gather each tile's columns, kColumnStride floats a step. A copy may run past the tile's columns, not past the matrix.
+  const hn::CappedTag<float, kColumnStride> d;
+  const int64_t tile_stride = column_tile_stride(k), readable = (p.k - k0 - 1) * s.a_stride + p.m;
+  for (int64_t i = 0; i < k; ++i)
+    for (int64_t t = tile0; t < tile1; ++t) {
+      const int64_t first = tile_row(p.m, tiles, t), at = i * s.a_stride + first;
+      float* out = to + (t - tile0) * tile_stride + i * kColumnStride;
+      if (at + kColumnStride <= readable) hn::StoreU(hn::LoadU(d, from + at), d, out);
+      else std::memcpy(out, from + at, static_cast<size_t>(tile_row(p.m, tiles, t + 1) - first) * sizeof(float));
+    }
+  return {to, kColumnStride, tile_stride};
+}
+
+template <Left kLeft, typename B>
+HWY_INLINE void RunTiles(const LeftBlock& a, const B* b, int64_t b_stride, int64_t k, float* c, int64_t c_stride, bool from_zero, int64_t m,
+                         int64_t tiles, int64_t tile0, int64_t tile1, int64_t panels) {
+  const int log2_panels = std::countr_zero(static_cast<uint64_t>(panels));
+  const int64_t row0 = tile_row(m, tiles, tile0);
+  for (int64_t t = tile0; t < tile1; ++t) {
+    const int64_t first = tile_row(m, tiles, t), rows = tile_row(m, tiles, t + 1) - first;
+    const float* left = a.tile_stride > 0 ? a.data + (t - tile0) * a.tile_stride
+                                          : a.data + (first - row0) * (kLeft == Left::columns ? 1 : a.stride);
+    kTiles<kLeft, B>[rows - 1][log2_panels](left, a.stride, b, b_stride, k, c + (first - row0) * c_stride, c_stride, from_zero);
+  }
+}
+
+void PackRight(const Product& s, const Problem& p, int64_t panel, int64_t panels, int64_t k0, int64_t k, float* to) {
+  if (s.right == Right::panels) {
+    for (int64_t i = 0; i < panels; ++i)
+      Convert(static_cast<const bf16*>(p.b) + (panel + i) * s.b_stride + k0 * kPanelWidth, to + i * k * kPanelWidth, k * kPanelWidth);
+  } else if (s.b_dtype == DType::f32) {
+    PackRightRows(static_cast<const float*>(p.b) + k0 * s.b_stride, s.b_stride, s.n, panel, panels, k, to);
+  } else {
+    PackRightRows(static_cast<const bf16*>(p.b) + k0 * s.b_stride, s.b_stride, s.n, panel, panels, k, to);
+  }
+}
+
+// Tiles [tile0, tile1) of the rows of problem p, panels [panel0, panel1) of its columns.
+void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_t tiles, int64_t tile0, int64_t tile1, int64_t panel0,
+              int64_t panel1) {
+  const int64_t row0 = tile_row(p.m, tiles, tile0), rows = tile_row(p.m, tiles, tile1) - row0;
+  const bool pack_right = s.right == Right::rows || (s.b_dtype == DType::bf16 && promotes(tile1 - tile0));
+  const int64_t panels_max = max_panels((p.m + tiles - 1) / tiles);
+  const bool segmented = s.k_segment > 0;
+  float* const c_f32 = s.c_dtype == DType::f32 ? static_cast<float*>(p.c) : nullptr;
+
+  for (int64_t chunk = panel0; chunk < panel1; chunk += kChunkPanels) {
+    const int64_t chunk_end = std::min(panel1, chunk + kChunkPanels);
+    for (int64_t k0 = 0, k1 = 0; k0 < p.k; k0 = k1) {
+      const int64_t segment_end = segmented ? std::min(p.k, (k0 / s.k_segment + 1) * s.k_segment) : p.k;
+      k1 = std::min(segment_end, k0 + kBlockK);
+      const int64_t k = k1 - k0;
+      const bool chain_begins = segmented ? k0 % s.k_segment == 0 : k0 == 0;
+      const LeftBlock left = PrepareLeft(s, p, tiles, tile0, tile1, k0, k, scratch.a);
+
+      for (int64_t q = chunk, panels = 0; q < chunk_end; q += panels) {
+        panels = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(std::min(panels_max, chunk_end - q))));
+        const int64_t column = q * kPanelWidth, columns = std::min(panels * kPanelWidth, s.n - column);
+
+        // Where the chains rest: c itself when it is f32 and whole panels fit.
+        const bool direct = c_f32 != nullptr && columns == panels * kPanelWidth && !segmented;
+        float* chains = direct ? c_f32 + row0 * s.c_stride + column : scratch.c + (q - chunk) * kPanelWidth;
+        const int64_t chains_stride = direct ? s.c_stride : (chunk_end - chunk) * kPanelWidth;
+        if (!direct && chain_begins && s.accumulate)
+          for (int64_t r = 0; r < rows; ++r) Convert(c_f32 + (row0 + r) * s.c_stride + column, chains + r * chains_stride, columns);
+        const bool from_zero = chain_begins && !s.accumulate;
+
+        if (s.right == Right::panels && !pack_right && s.b_dtype == DType::bf16) {
+          RunTiles<Left::rows>(left, static_cast<const bf16*>(p.b) + q * s.b_stride + k0 * kPanelWidth, s.b_stride, k, chains,
+                               chains_stride, from_zero, p.m, tiles, tile0, tile1, panels);
+        } else {
+          const float* right = static_cast<const float*>(p.b) + q * s.b_stride + k0 * kPanelWidth;
+          int64_t right_stride = s.b_stride;
+          if (pack_right) {
+            const int64_t packed = (q - chunk) % kPackedPanels;
+            if (packed == 0) PackRight(s, p, q, std::min(kPackedPanels, chunk_end - q), k0, k, scratch.b);
+            right_stride = k * kPanelWidth;
+            right = scratch.b + packed * right_stride;
+          }
+          if (s.left == Left::columns)
+            RunTiles<Left::columns>(left, right, right_stride, k, chains, chains_stride, from_zero, p.m, tiles, tile0, tile1, panels);
+          else
+            RunTiles<Left::rows>(left, right, right_stride, k, chains, chains_stride, from_zero, p.m, tiles, tile0, tile1, panels);
+        }
+        if (direct) continue;
+
+        float* result = chains;
+        if (segmented) {
+          const F32Tag d;
+          result = scratch.sum + (q - chunk) * kPanelWidth;
+          if (k1 == segment_end)
+            for (int64_t r = 0; r < rows; ++r)
+              for (int64_t j = 0; j < panels * kPanelWidth; j += kF32Lanes) {
+                float* sum = result + r * chains_stride + j;
+                const Vec before = segment_end <= s.k_segment ? hn::Zero(d) : hn::LoadU(d, sum);
+                hn::StoreU(hn::Add(before, hn::LoadU(d, chains + r * chains_stride + j)), d, sum);
+              }
+        }
+        if (k1 < p.k) continue;
+        for (int64_t r = 0; r < rows; ++r) {
+          const float* from = result + r * chains_stride;
+          const int64_t at = (row0 + r) * s.c_stride + column;
+          if (c_f32 != nullptr) Convert(from, c_f32 + at, columns);
+          else Convert(from, static_cast<bf16*>(p.c) + at, columns);
+        }
+      }
+    }
+  }
+}
+
+// Cuts all problems into blocks of rows and pairs of panels, weighs each by its work, and gives every worker a run of equal
+// weight: experts of unequal size then keep all workers busy within one loop.
+void RunProduct(Context& c, const Product& s, const Problem* problems, int64_t count) {
+  const int64_t pairs = (num_panels(s.n) + 1) / 2;
+  int64_t tiles_total = 0, work_total = 0;  // work: (tile, pair, step) triples
+  for (int64_t e = 0; e < count; ++e) {
+    tiles_total += num_tiles(problems[e].m);
+    work_total += num_tiles(problems[e].m) * pairs * problems[e].k;
+  }
+  if (work_total == 0) return;
+  // Blocks as tall as the caches like, but low enough that every thread gets about four pieces.
+  const int threads = c.num_threads();
+  const int64_t block_tiles =
+      threads == 1 ? kBlockTiles : std::clamp(tiles_total * pairs / (4 * threads), int64_t{1}, kBlockTiles);
+
+  ArenaScope scope(*c.workspace);
+  const ScratchSizes sizes = scratch_sizes(s, problems, count, block_tiles);
+  float* base = nullptr;
+  if (sizes.total() > 0)
+    base = static_cast<float*>(c.workspace->allocate(static_cast<size_t>(sizes.total() * threads) * sizeof(float), "matmul blocks"));
+
+  // A step of a full tile is 12 cycles, about 10 simple operations; of a one-row tile, 64 bytes of w, about as long.
+  constexpr int64_t kStepCost = 10;
+  parallel_for(c, work_total, kStepCost, [&](int64_t begin, int64_t end, int worker) {
+    float* at = base + worker * sizes.total();
+    const Scratch scratch{at, at + sizes.a, at + sizes.a + sizes.b, at + sizes.a + sizes.b + sizes.c};
+    int64_t first = 0;  // work before this block
+    for (int64_t e = 0; e < count && first < end; ++e) {
+      const Problem& p = problems[e];
+      if (p.m == 0 || p.k == 0) continue;
+      const int64_t tiles = num_tiles(p.m), blocks = (tiles + block_tiles - 1) / block_tiles;
+      for (int64_t b = 0; b < blocks && first < end; ++b) {
+        const int64_t tile0 = b * tiles / blocks, tile1 = (b + 1) * tiles / blocks;
+        const int64_t pair_work = (tile1 - tile0) * p.k;
+        // Ours are the pairs of this block whose work begins in [begin, end).
+        const int64_t pair0 = std::clamp((begin - first + pair_work - 1) / pair_work, int64_t{0}, pairs);
+        const int64_t pair1 = std::clamp((end - first + pair_work - 1) / pair_work, int64_t{0}, pairs);
+        if (pair0 < pair1)
+          RunBlock(s, p, scratch, tiles, tile0, tile1, pair0 * 2, std::min(pair1 * 2, num_panels(s.n)));
+        first += pairs * pair_work;
+      }
+    }
+  });
+}
+
+// 128 bits of each of `lanes` rows, transposed: log2(lanes) rounds of a perfect shuffle.
+template <typename T>
+void PackPanel(T* HWY_RESTRICT to, const T* HWY_RESTRICT rows, int64_t row_stride, int64_t num_rows, int64_t k) {
+  constexpr int kLanes = 16 / sizeof(T);
+  const hn::CappedTag<T, kLanes> d;
+  using V = hn::Vec<decltype(d)>;
+  for (int64_t j0 = 0; j0 < kPanelWidth; j0 += kLanes) {
+    int64_t i = 0;
+    for (; i + kLanes <= k; i += kLanes) {
+      V v[kLanes], w[kLanes];
+#pragma GCC unroll 8
+      for (int j = 0; j < kLanes; ++j) v[j] = j0 + j < num_rows ? hn::LoadU(d, rows + (j0 + j) * row_stride + i) : hn::Zero(d);
+#pragma GCC unroll 8
+      for (int round = 1; round < kLanes; round *= 2) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kLanes / 2; ++j) {
+          w[2 * j] = hn::InterleaveLower(d, v[j], v[j + kLanes / 2]);
+          w[2 * j + 1] = hn::InterleaveUpper(d, v[j], v[j + kLanes / 2]);
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < kLanes; ++j) v[j] = w[j];
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < kLanes; ++j) hn::StoreU(v[j], d, to + (i + j) * kPanelWidth + j0);
+    }
+    for (; i < k; ++i)
+      for (int j = 0; j < kLanes; ++j) to[i * kPanelWidth + j0 + j] = j0 + j < num_rows ? rows[(j0 + j) * row_stride + i] : T{0};
+  }
+}
+
+// [experts, n, k] rows to [experts, panels, k, 16]; T is the storage's unsigned integer.
+template <typename T>
+void PackAll(Context& c, void* panels, const void* rows, int64_t experts, int64_t n, int64_t k, int64_t expert_stride, int64_t row_stride) {
+  const int64_t per_expert = num_panels(n);
+  parallel_for(c, experts * per_expert, k * kPanelWidth, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t e = i / per_expert, first = i % per_expert * kPanelWidth;
+      PackPanel(static_cast<T*>(panels) + i * k * kPanelWidth, static_cast<const T*>(rows) + e * expert_stride + first * row_stride,
+                row_stride, std::min(n - first, kPanelWidth), k);
+    }
+  });
+}
+
+void RunPack(Context& c, TensorView panels, ConstTensorView rows) {
+  const bool grouped = rows.shape.rank == 3;
+  const int64_t experts = grouped ? rows.shape[0] : 1, n = rows.shape[grouped], k = rows.shape[grouped + 1];
+  const int64_t row_stride = grouped ? k : rows.row_stride;
+  if (experts * n * k == 0) return;
+  if (rows.dtype == DType::f32) PackAll<uint32_t>(c, panels.data, rows.data, experts, n, k, rows.row_stride, row_stride);
+  else PackAll<uint16_t>(c, panels.data, rows.data, experts, n, k, rows.row_stride, row_stride);
+}
+
+}  // namespace lockstep::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace lockstep::simd {
+
+HWY_EXPORT(RunProduct);
+HWY_EXPORT(RunPack);
+
+namespace {
+
+const void* plus(const void* data, DType dtype, int64_t elements) {
+  return static_cast<const char*>(data) + elements * static_cast<int64_t>(dtype_bytes(dtype));
+}
+void* plus(void* data, DType dtype, int64_t elements) {
+  return static_cast<char*>(data) + elements * static_cast<int64_t>(dtype_bytes(dtype));
+}
+
+void zero_rows(TensorView v) {
+  for (int64_t r = 0; r < v.rows(); ++r)
+    std::memset(plus(v.data, v.dtype, r * v.row_stride), 0, static_cast<size_t>(v.shape[1]) * dtype_bytes(v.dtype));
+}
+
+void run(Context& c, const Product& s, const Problem* problems, int64_t count) {
+  HWY_DYNAMIC_DISPATCH(RunProduct)(c, s, problems, count);
+}
+
+// The view's own panels, or fresh ones in the workspace.
+ConstTensorView panels_of(Context& c, const WeightView& w) {
+  if (!w.panels.empty()) return w.panels;
+  const TensorView panels = c.workspace->tensor(w.rows.dtype, panel_shape(w.rows.shape), "matmul panels");
+  simd::pack_panels(c, panels, w.rows);
+  return panels;
+}
+
+Product forward_product(TensorView y, ConstTensorView x, const WeightView& w, int64_t n, int64_t k) {
+  return {Left::rows, Right::panels, x.dtype, w.rows.dtype, y.dtype, x.row_stride, k * kPanelWidth, y.row_stride, n, false, 0};
+}
+Product input_product(TensorView dx, ConstTensorView dy, const WeightView& w, int64_t w_stride, int64_t k, bool accumulate) {
+  return {Left::rows, Right::rows, DType::f32, w.rows.dtype, DType::f32, dy.row_stride, w_stride, dx.row_stride, k, accumulate, 0};
+}
+Product weight_product(ConstTensorView dy, ConstTensorView x, int64_t dw_stride) {
+  return {Left::columns, Right::rows, DType::f32, x.dtype, DType::f32, dy.row_stride, x.row_stride, dw_stride, x.shape[1], true, 0};
+}
+
+Problem* make_problems(Context& c, int64_t count) {
+  return static_cast<Problem*>(c.workspace->allocate(static_cast<size_t>(count) * sizeof(Problem), "matmul experts"));
+}
+
+}  // namespace
+
+void pack_panels(Context& c, TensorView panels, ConstTensorView rows) { HWY_DYNAMIC_DISPATCH(RunPack)(c, panels, rows); }
+
+void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment) {
+  const int64_t n = w.rows.shape[0], k = w.rows.shape[1];
+  if (k == 0) return zero_rows(y);
+  if (y.shape.elements() == 0) return;
+  ArenaScope scope(*c.workspace);
+  Product s = forward_product(y, x, w, n, k);
+  s.k_segment = k_segment;
+  const Problem p{x.data, panels_of(c, w).data, y.data, y.rows(), k};
+  run(c, s, &p, 1);
+}
+
+void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {
+  const int64_t n = w.rows.shape[0], k = w.rows.shape[1];
+  if (n == 0 && !accumulate) return zero_rows(dx);
+  const Problem p{dy.data, w.rows.data, dx.data, dx.rows(), n};
+  run(c, input_product(dx, dy, w, w.rows.row_stride, k, accumulate), &p, 1);
+}
+
+void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x) {
+  const Problem p{dy.data, x.data, dw_accum.data, dw_accum.rows(), x.rows()};
+  run(c, weight_product(dy, x, dw_accum.row_stride), &p, 1);
+}
+
+void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets) {
+  const int64_t experts = w.rows.shape[0], n = w.rows.shape[1], k = w.rows.shape[2];
+  if (k == 0) return zero_rows(y);
+  if (y.shape.elements() == 0) return;
+  ArenaScope scope(*c.workspace);
+  const ConstTensorView panels = panels_of(c, w);
+  const int32_t* at = offsets.ptr<int32_t>();
+  Problem* problems = make_problems(c, experts);
+  for (int64_t e = 0; e < experts; ++e)
+    problems[e] = {plus(x.data, x.dtype, at[e] * x.row_stride), plus(panels.data, panels.dtype, e * panels.row_stride),
+                   plus(y.data, y.dtype, at[e] * y.row_stride), at[e + 1] - at[e], k};
+  run(c, forward_product(y, x, w, n, k), problems, experts);
+}
+
+void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets,
+                                   bool accumulate) {
+  const int64_t experts = w.rows.shape[0], n = w.rows.shape[1], k = w.rows.shape[2];
+  if (n == 0 && !accumulate) return zero_rows(dx);
+  if (dx.shape.elements() == 0) return;
+  ArenaScope scope(*c.workspace);
+  const int32_t* at = offsets.ptr<int32_t>();
+  Problem* problems = make_problems(c, experts);
+  for (int64_t e = 0; e < experts; ++e)
+    problems[e] = {plus(dy.data, dy.dtype, at[e] * dy.row_stride), plus(w.rows.data, w.rows.dtype, e * w.rows.row_stride),
+                   plus(dx.data, dx.dtype, at[e] * dx.row_stride), at[e + 1] - at[e], n};
+  run(c, input_product(dx, dy, w, k, k, accumulate), problems, experts);
+}
+
+void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets) {
+  const int64_t experts = dw_accum.shape[0];
+  if (x.shape.elements() == 0 || dy.shape.elements() == 0) return;
+  ArenaScope scope(*c.workspace);
+  const int32_t* at = offsets.ptr<int32_t>();
+  Problem* problems = make_problems(c, experts);
+  for (int64_t e = 0; e < experts; ++e)
+    problems[e] = {plus(dy.data, dy.dtype, at[e] * dy.row_stride), plus(x.data, x.dtype, at[e] * x.row_stride),
+                   plus(dw_accum.data, dw_accum.dtype, e * dw_accum.row_stride), dw_accum.shape[1], at[e + 1] - at[e]};
+  run(c, weight_product(dy, x, dw_accum.shape[2]), problems, experts);
+}
+
+}  // namespace lockstep::simd
+#endif  // HWY_ONCE

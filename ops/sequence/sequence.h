@@ -34,10 +34,26 @@ struct EntryView {
   ConstTensorView seq_first; // [S + 1] i32  first entry of each sequence in this call, then E
 };
 
+// Position of the last row of sequence `s`.
+inline int64_t last_position(const SequenceView& q, int64_t s) {
+  const int32_t* row = q.seq_row.ptr<int32_t>();
+  return q.seq_pos.ptr<int32_t>()[s] + row[s + 1] - row[s] - 1;
+}
+
 // Row of entry `idx` of sequence `s` in a paged store with `per_page` entries a page.
 inline int64_t entry_row(const SequenceView& q, int64_t per_page, int64_t s, int64_t idx) {
   return static_cast<int64_t>(q.page_table.row<int32_t>(s)[idx / per_page]) * per_page + idx % per_page;
 }
+
+// What every op that takes these views checks first, with values in the message; O(S + pages).
+// check_sequences: dtypes and shapes, rows consecutive and covering [0, T), every sequence with at least one row.
+// check_slots: slots lie in [-1, slots); with `needs_past`, only a sequence that starts at position 0 may have none.
+// check_entries: the entries are exactly those of `ratio` whose last position lies inside the call.
+// check_pages: the pages of entries [0, (last position + 1) / ratio) of every sequence are in the table and in a store of `rows` rows.
+void check_sequences(const SequenceView& seq);
+void check_slots(const SequenceView& seq, int64_t slots, bool needs_past);
+void check_entries(const EntryView& entries, const SequenceView& seq, int64_t ratio);
+void check_pages(const SequenceView& seq, int64_t ratio, int64_t per_page, int64_t rows);
 
 // ring[slot, p mod R, :] = x[row, :] for the last min(rows, R) rows of every sequence whose slot is not -1.
 //   ring [slots, R, W]   dtype of x

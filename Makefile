@@ -1,0 +1,50 @@
+# The commands of the README. Each does its own set-up: packages, configuration, build.
+#
+#   make build     build/lockstep
+#   make demo      train a small model by SFT, then by GRPO, and print what it learned (about ten minutes on two cores)
+#   make test      build everything and run every test
+#   make bench     measure kernels beside their peers
+#   make asan      the tests under the address and undefined-behaviour sanitizers
+#   make tsan      the tests under the thread sanitizer
+#   make fuzz      build the fuzz targets (clang) and run each for a minute
+#   make clean     remove build folders
+
+JOBS := $(shell nproc)
+
+.PHONY: build demo test bench asan tsan fuzz clean setup
+
+setup:
+	@scripts/setup.sh
+
+build: setup
+	@cmake --preset cpu >/dev/null
+	@cmake --build build --target lockstep -j $(JOBS)
+
+demo: build
+	@build/lockstep demo configs/demo.toml
+
+test: setup
+	@cmake --preset cpu >/dev/null
+	@cmake --build build -j $(JOBS)
+	@ctest --test-dir build --output-on-failure -j $(JOBS)
+
+bench: setup
+	@cmake --preset cpu >/dev/null
+	@cmake --build build --target matmul_bench lockstep -j $(JOBS)
+	@env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE build/ops/matmul_bench
+
+asan: setup
+	@cmake --preset asan >/dev/null
+	@cmake --build build-asan -j $(JOBS)
+	@ctest --test-dir build-asan --output-on-failure -j $(JOBS)
+
+tsan: setup
+	@cmake --preset tsan >/dev/null
+	@cmake --build build-tsan -j $(JOBS)
+	@ctest --test-dir build-tsan --output-on-failure -j $(JOBS)
+
+fuzz:
+	@scripts/fuzz.sh
+
+clean:
+	@rm -rf build build-asan build-tsan build-fuzz

@@ -1,0 +1,60 @@
+#pragma once
+// What main.cc hands to each command, and the exit codes they return. One .cc a command; only main.cc knows how a command line is read.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+inline constexpr int kExitOk = 0;
+inline constexpr int kExitFailure = 1;   // the work failed
+inline constexpr int kExitBadInput = 2;  // usage, settings or files
+
+struct RunArgs {
+  std::string config;                  // RUN.toml
+  std::vector<std::string> overrides;  // section.key=value
+  bool resume = false;
+};
+int train_command(const RunArgs& args);
+int sft_command(const RunArgs& args);
+int demo_command(const RunArgs& args);
+
+struct EvalArgs {
+  std::string config;      // RUN.toml, or empty
+  std::string checkpoint;  // checkpoint or run directory; empty: the newest of the run
+  std::string data;        // replaces task.eval_file
+  std::string records;     // where to write every sample, or empty
+  std::vector<std::string> overrides;
+  bool json = false;
+};
+int eval_command(const EvalArgs& args);
+
+struct GenerateArgs {
+  std::string checkpoint;
+  std::string prompt;  // "-": standard input
+  int64_t samples = 1;
+  std::vector<std::string> overrides;  // eval.* says how to sample
+  bool json = false;
+};
+int generate_command(const GenerateArgs& args);
+
+struct MakeTaskArgs {
+  std::string directory;
+  std::string kind = "arithmetic";
+  int64_t seed = 0;
+  int64_t num_train = 0, num_held_out = 0, num_sft = 0;
+};
+int make_task_command(const MakeTaskArgs& args);
+
+int inspect_command(const std::string& path);
+int settings_command();
+
+struct VerifyArgs {
+  std::vector<std::string> golden;
+  std::string mode = "f32";
+  bool json = false;
+};
+int verify_command(const VerifyArgs& args);
+
+}  // namespace lockstep

@@ -1,0 +1,79 @@
+#include "cli/console.h"
+
+#include <cstdio>
+#include <filesystem>
+
+#include "core/log.h"
+#include "io/file.h"
+#include "io/run_dir.h"
+
+namespace lockstep {
+
+namespace {
+
+bool exists(const std::string& path) {
+  std::error_code error;
+  return std::filesystem::exists(path, error);
+}
+
+}  // namespace
+
+int fail(int code, const Status& status) {
+  std::fprintf(stderr, "lockstep: %s\n", status.message().c_str());
+  return code;
+}
+
+Console::Console() {
+  hooks_.progress = [this](const std::string& label, int64_t done, int64_t total, double amount, const std::string& unit) {
+    progress_.update(label, done, total, amount, unit);
+  };
+  hooks_.line = [this](const std::string& text) {
+    progress_.clear();
+    log_info("{}", text);
+  };
+  hooks_.started = [this] { started_ = true; };
+}
+
+int Console::fail(const Status& status) {
+  progress_.clear();
+  return lockstep::fail(started_ ? kExitFailure : kExitBadInput, status);
+}
+
+LoopConfig make_loop_config(const RunConfig& c) {
+  return {.run = c.run, .model = c.model, .task = c.task, .rollout = c.rollout, .train = c.train, .optimizer = c.optimizer, .eval = c.eval,
+          .resolved = config_toml(c)};
+}
+
+SftConfig make_sft_config(const RunConfig& c) {
+  return {.run = c.run,
+          .model = c.model,
+          .sft = c.sft,
+          .optimizer = c.optimizer,
+          .actor = {.max_tokens_per_microbatch = c.train.microbatch_tokens, .recompute = c.train.recompute},
+          .resolved = config_toml(c)};
+}
+
+Result<std::string> find_checkpoint(const std::string& path) {
+  if (!exists(path)) return errorf("{}: there is no such checkpoint or run", path);
+  if (!exists(path + "/checkpoints")) return path;
+  Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(path);
+  if (!newest) return newest.status();
+  if (!newest.value()) return errorf("{}: the run has no complete checkpoint yet", path);
+  return newest.value()->path;
+}
+
+Result<ResolvedConfig> checkpoint_config(const std::string& checkpoint) {
+  ResolvedConfig config = default_config();
+  const std::string file = checkpoint + "/config.resolved.toml";
+  if (exists(file)) {
+    Result<std::string> text = read_file(file);
+    if (!text) return text.status();
+    LOCKSTEP_RETURN_IF_ERROR(read_config(config, text.value(), file));
+  }
+  config.values.model.config.clear();
+  config.values.model.tokenizer.clear();
+  config.values.model.init = checkpoint;
+  return config;
+}
+
+}  // namespace lockstep

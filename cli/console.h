@@ -1,0 +1,37 @@
+#pragma once
+// What commands share at the terminal: progress and log lines for long work, error lines with exit codes, settings to the parts' own configs.
+
+#include <string>
+
+#include "cli/commands.h"
+#include "cli/options.h"
+#include "cli/progress.h"
+
+namespace lockstep {
+
+// Prints "lockstep: MESSAGE" to standard error and returns `code`.
+int fail(int code, const Status& status);
+
+class Console {
+ public:
+  Console();
+  const Hooks& hooks() const { return hooks_; }
+  Progress& progress() { return progress_; }
+  // The exit code of an error that came out of work done with hooks(): bad input until the work had begun.
+  int fail(const Status& status);
+
+ private:
+  Progress progress_;
+  Hooks hooks_;
+  bool started_ = false;
+};
+
+LoopConfig make_loop_config(const RunConfig& config);
+SftConfig make_sft_config(const RunConfig& config);
+
+// A checkpoint directory, or the newest complete one of a run directory.
+Result<std::string> find_checkpoint(const std::string& path);
+// The settings that the checkpoint was written under, where it says so, with the model taken from the checkpoint itself.
+Result<ResolvedConfig> checkpoint_config(const std::string& checkpoint);
+
+}  // namespace lockstep

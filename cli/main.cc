@@ -1,0 +1,113 @@
+// The command line. Reads it, checks the processor, and hands over to one function a command; nothing else in the program sees flags.
+
+#include <cstdio>
+#include <exception>
+
+#include <CLI/CLI.hpp>
+
+#include "cli/commands.h"
+
+namespace lockstep {
+
+namespace {
+
+constexpr const char* kDescription =
+    "Reinforcement learning on DeepSeek-V4-class models, sampler and trainer in one program with one set of numerics:\n"
+    "their log-probabilities are equal bit for bit, and every training step checks it.";
+
+// The build assumes these; without them the first op would die of an illegal instruction.
+bool processor_is_supported() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return true;
+#endif
+}
+
+int run(int argc, char** argv) {
+  CLI::App app{kDescription, "lockstep"};
+  app.require_subcommand(1);
+  app.footer("Exit codes: 0 done, 1 the work failed, 2 wrong usage, settings or files.");
+  int exit_code = kExitOk;
+
+  const auto add_run = [&](const char* name, const char* help, RunArgs& args, int (*command)(const RunArgs&)) {
+    CLI::App* c = app.add_subcommand(name, help);
+    c->add_option("RUN.toml", args.config, "Describes the run; `lockstep settings` lists what it may say")->required();
+    c->add_option("--set", args.overrides, "Override one setting, as section.key=value; may be repeated")->allow_extra_args(false);
+    c->callback([&exit_code, &args, command] { exit_code = command(args); });
+    return c;
+  };
+  RunArgs train, sft, demo;
+  add_run("train", "Reinforcement learning: sample, judge, train, repeat", train, train_command)
+      ->add_flag("--resume", train.resume, "Continue from the newest checkpoint of run.dir");
+  add_run("sft", "Supervised training on prompts with completions", sft, sft_command)
+      ->add_flag("--resume", sft.resume, "Continue from the newest checkpoint of run.dir");
+  add_run("demo", "Teach a tiny model arithmetic, from random weights to before and after numbers", demo, demo_command);
+
+  EvalArgs eval;
+  CLI::App* e = app.add_subcommand("eval", "pass@k of a checkpoint on a file of problems");
+  e->add_option("RUN.toml", eval.config, "Run whose newest checkpoint and settings are used");
+  e->add_option("--checkpoint", eval.checkpoint, "Checkpoint or run directory");
+  e->add_option("--data", eval.data, "Problems, as JSON lines with prompt and label");
+  e->add_option("--records", eval.records, "Write every sample to this file, as JSON lines");
+  e->add_option("--set", eval.overrides, "Override one setting, such as eval.samples=32")->allow_extra_args(false);
+  e->add_flag("--json", eval.json, "Print one JSON object");
+  e->callback([&] { exit_code = eval_command(eval); });
+
+  GenerateArgs generate;
+  CLI::App* g = app.add_subcommand("generate", "Let a checkpoint answer one prompt");
+  g->add_option("CHECKPOINT", generate.checkpoint, "Checkpoint or run directory")->required();
+  g->add_option("PROMPT", generate.prompt, "The text; - reads it from standard input")->required();
+  g->add_option("--samples", generate.samples, "How many answers")->check(CLI::Range(1, 65536));
+  g->add_option("--set", generate.overrides, "Override one setting, such as eval.temperature=0")->allow_extra_args(false);
+  g->add_flag("--json", generate.json, "Print one JSON object an answer, with ids and log-prob");
+  g->callback([&] { exit_code = generate_command(generate); });
+
+  MakeTaskArgs make_task;
+  CLI::App* m = app.add_subcommand("make-task", "Write the files of a generated task: training and held-out problems, worked examples");
+  m->add_option("DIR", make_task.directory, "Where train.jsonl, eval.jsonl, sft.jsonl and the tokenizer go")->required();
+  m->add_option("--seed", make_task.seed, "Other seeds draw other problems");
+  m->add_option("--train", make_task.num_train, "Training problems")->check(CLI::PositiveNumber);
+  m->add_option("--eval", make_task.num_held_out, "Held-out problems, none of which is in the training file")->check(CLI::PositiveNumber);
+  m->add_option("--sft", make_task.num_sft, "Worked examples")->check(CLI::PositiveNumber);
+  m->callback([&] { exit_code = make_task_command(make_task); });
+
+  std::string inspected;
+  CLI::App* i = app.add_subcommand("inspect", "What a safetensors file, checkpoint directory or config.json holds");
+  i->add_option("PATH", inspected, "The file or directory")->required();
+  i->callback([&] { exit_code = inspect_command(inspected); });
+
+  VerifyArgs verify;
+  CLI::App* v = app.add_subcommand("verify", "Compare the model with a reference's tensors");
+  v->add_option("--golden", verify.golden, "Golden file; may be repeated")->required();
+  v->add_option("--mode", verify.mode, "Numerics")->check(CLI::IsMember({"f32", "bf16"}))->capture_default_str();
+  v->add_flag("--json", verify.json, "Print one JSON object a file");
+  v->callback([&] { exit_code = verify_command(verify); });
+
+  app.add_subcommand("settings", "List every setting of RUN.toml")->callback([&] { exit_code = settings_command(); });
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    // --help arrives here too, with code 0.
+    return app.exit(error) == 0 ? kExitOk : kExitBadInput;
+  }
+  return exit_code;
+}
+
+}  // namespace
+
+}  // namespace lockstep
+
+int main(int argc, char** argv) {
+  if (!lockstep::processor_is_supported()) {
+    std::fputs("lockstep: this processor lacks AVX2 or FMA, which every x86 build needs (Intel Haswell, AMD Excavator, or newer)\n", stderr);
+    return lockstep::kExitFailure;
+  }
+  try {
+    return lockstep::run(argc, argv);
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "lockstep: %s\n", e.what());
+    return lockstep::kExitFailure;
+  }
+}

@@ -1,0 +1,207 @@
+#include "model/attention_layer.h"
+
+#include <cmath>
+
+#include "model/linear.h"
+#include "ops/attention/attention.h"
+#include "ops/cast/cast.h"
+#include "ops/compressor/compressor.h"
+#include "ops/indexer/indexer.h"
+#include "ops/rmsnorm/rmsnorm.h"
+
+namespace lockstep {
+
+namespace {
+
+// Group i of a grouped output: columns of o and of a, and the group's own matrix.
+WeightView group_weight(const WeightView& wo_a, int64_t i) { return {wo_a.rows.at(i), wo_a.panels.at(i)}; }
+
+CompressorShape compressor_shape(const LayerConfig& l, int64_t width) { return {l.ratio, l.overlap(), width}; }
+
+AttentionShape attention_shape(const ModelConfig& m, const LayerConfig& l, const LayerState& s) {
+  return {m.window, l.ratio, s.per_page, 1.0f / std::sqrt(static_cast<float>(m.head_dim))};
+}
+
+// [kv | gate] rows of one compressor, f32.
+void project_compressor(Context& c, TensorView proj, ConstTensorView u, const CompressorTensors<WeightView>& w) {
+  const int64_t half = proj.dim(1) / 2;
+  matmul(c, proj.cols(0, half), u, w.wkv);
+  matmul(c, proj.cols(half, half), u, w.wgate);
+}
+
+// Pools, norms and rotates the entries that complete in this call and stores them in their pages; then keeps the last rows for later calls.
+// pooled and inv may be views to keep (main compressor) or scratch (indexer).
+void compress_and_store(Context& c, const CompressorShape& shape, const CompressorTensors<WeightView>& w, ConstTensorView proj, TensorView pooled,
+                        TensorView inv, TensorView ring, TensorView store, int64_t per_page, ConstTensorView rope_table, float eps,
+                        const EntryView& entries, const SequenceView& seq) {
+  ArenaScope scope(*c.workspace);
+  if (entries.num_entries > 0) {
+    compress(c, pooled, proj, w.ape.rows, ring, entries, seq, shape);
+    TensorView normed = c.workspace->tensor(pooled.dtype, pooled.shape, "compressor.entries");
+    rmsnorm(c, normed, inv, pooled, w.norm.rows, eps);
+    rope(c, normed, entries.pos, rope_table, 1, /*inverse=*/false);
+    entries_scatter(c, store, normed, entries, seq, per_page);
+  }
+  ring_update(c, ring, proj, seq);
+}
+
+// The csa layer's choice of entries for every query; no gradient passes here.
+void select_entries(Context& c, const ModelConfig& m, const LayerConfig& l, const IndexerTensors<WeightView>& w, const LayerState& s,
+                    ConstTensorView rope_table, const EntryView& entries, const SequenceView& seq, ConstTensorView u, ConstTensorView qr,
+                    TensorView selected) {
+  ArenaScope scope(*c.workspace);
+  Arena& ws = *c.workspace;
+  const int64_t T = seq.num_tokens;
+  const CompressorShape shape = compressor_shape(l, m.index_head_dim);
+  TensorView proj = ws.tensor(DType::f32, {T, shape.proj_width()}, "indexer.proj");
+  project_compressor(c, proj, u, w.compressor);
+  TensorView pooled = ws.tensor(u.dtype, {entries.num_entries, m.index_head_dim}, "indexer.pooled");
+  compress_and_store(c, shape, w.compressor, proj, pooled, TensorView(), s.index_ring, s.index_entries, s.per_page, rope_table, m.norm_eps, entries, seq);
+
+  TensorView q = ws.tensor(u.dtype, {T, m.index_heads * m.index_head_dim}, "indexer.q");
+  matmul(c, q, qr, w.wq_b);
+  rope(c, q, seq.token_pos, rope_table, m.index_heads, /*inverse=*/false);
+  TensorView head_weight = ws.tensor(DType::f32, {T, m.index_heads}, "indexer.head_weight");
+  matmul(c, head_weight, u, w.weights_proj);
+  scale(c, head_weight, 1.0f / std::sqrt(static_cast<float>(m.index_head_dim)) / std::sqrt(static_cast<float>(m.index_heads)));
+  index_select(c, selected, q.reshape({T, m.index_heads, m.index_head_dim}), head_weight, s.index_entries, seq, {l.ratio, s.per_page});
+}
+
+}  // namespace
+
+void attention_layer_forward(Context& c, const Model& model, int layer, const SequenceBatch& batch, const StatePool& state, TensorView y,
+                             ConstTensorView u, SavedAttention& saved, Arena& keep) {
+  const ModelConfig& m = model.weights->config();
+  const LayerConfig& l = m.layers[static_cast<size_t>(layer)];
+  const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
+  const LayerState& s = state.layer(layer);
+  const EntryView& entries = batch.entries[static_cast<size_t>(layer)];
+  const SequenceView& seq = batch.seq;
+  const ConstTensorView rope_table = l.compressed() ? model.rope.compressed : model.rope.window;
+  const int64_t T = seq.num_tokens, H = m.num_heads, d = m.head_dim;
+  const DType dtype = u.dtype;
+  const auto probe = [&](std::string_view point, ConstTensorView rows) {
+    if (model.probe) (*model.probe)(layer, point, rows);
+  };
+
+  // Queries: low-rank, normed, per head normed, rotated.
+  saved.qr_in = keep.tensor(dtype, {T, m.q_rank}, "attn.qr_in");
+  saved.qr_inv = keep.tensor(DType::f32, {T}, "attn.qr_inv");
+  saved.qr = keep.tensor(dtype, {T, m.q_rank}, "attn.qr");
+  saved.q_in = keep.tensor(dtype, {T, H * d}, "attn.q_in");
+  saved.q_inv = keep.tensor(DType::f32, {T * H}, "attn.q_inv");
+  saved.q = keep.tensor(dtype, {T, H * d}, "attn.q");
+  matmul(c, saved.qr_in, u, w.wq_a);
+  rmsnorm(c, saved.qr, saved.qr_inv, saved.qr_in, w.q_norm.rows, m.norm_eps);
+  matmul(c, saved.q_in, saved.qr, w.wq_b);
+  rmsnorm(c, saved.q.reshape({T * H, d}), saved.q_inv, saved.q_in.reshape({T * H, d}), ConstTensorView(), m.norm_eps);
+  rope(c, saved.q, seq.token_pos, rope_table, H, /*inverse=*/false);
+  probe("attn.q", saved.q);
+
+  // The one key/value row of each token.
+  saved.kv_in = keep.tensor(dtype, {T, d}, "attn.kv_in");
+  saved.kv_inv = keep.tensor(DType::f32, {T}, "attn.kv_inv");
+  saved.kv = keep.tensor(dtype, {T, d}, "attn.kv");
+  matmul(c, saved.kv_in, u, w.wkv);
+  rmsnorm(c, saved.kv, saved.kv_inv, saved.kv_in, w.kv_norm.rows, m.norm_eps);
+  rope(c, saved.kv, seq.token_pos, rope_table, 1, /*inverse=*/false);
+  probe("attn.kv", saved.kv);
+
+  if (l.compressed()) {
+    const CompressorShape shape = compressor_shape(l, d);
+    saved.proj = keep.tensor(DType::f32, {T, shape.proj_width()}, "attn.proj");
+    saved.pooled = keep.tensor(dtype, {entries.num_entries, d}, "attn.pooled");
+    saved.pooled_inv = keep.tensor(DType::f32, {entries.num_entries}, "attn.pooled_inv");
+    project_compressor(c, saved.proj, u, *w.compressor);
+    probe("attn.proj", saved.proj);
+    compress_and_store(c, shape, *w.compressor, saved.proj, saved.pooled, saved.pooled_inv, s.compressor_ring, s.entries, s.per_page, rope_table,
+                       m.norm_eps, entries, seq);
+  }
+  if (l.attention == AttentionKind::csa) {
+    saved.selected = keep.tensor(DType::i32, {T, m.index_topk}, "attn.selected");
+    select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected);
+    probe("attn.selected", saved.selected);
+  }
+
+  saved.o = keep.tensor(dtype, {T, H * d}, "attn.o");
+  saved.lse = keep.tensor(DType::f32, {T, H}, "attn.lse");
+  attention(c, saved.o.reshape({T, H, d}), saved.lse, saved.q.reshape({T, H, d}), {saved.kv, s.window, s.entries, saved.selected}, w.sink.rows, seq,
+            attention_shape(m, l, s));
+  ring_update(c, s.window, saved.kv, seq);
+  rope(c, saved.o, seq.token_pos, rope_table, H, /*inverse=*/true);
+  probe("attn.o", saved.o);
+
+  // Grouped low-rank output; the second product sums its groups one by one, in order, in every layout.
+  const int64_t group_in = H / m.o_groups * d;
+  saved.a = keep.tensor(dtype, {T, m.o_groups * m.o_rank}, "attn.a");
+  for (int64_t i = 0; i < m.o_groups; ++i)
+    matmul(c, saved.a.cols(i * m.o_rank, m.o_rank), saved.o.cols(i * group_in, group_in), group_weight(w.wo_a, i));
+  matmul(c, y, saved.a, w.wo_b, /*k_segment=*/m.o_rank);
+  probe("attn.y", y);
+}
+
+void attention_layer_backward(Context& c, const Model& model, int layer, const SequenceBatch& batch, const StatePool& state, TensorView du,
+                              ConstTensorView dy, ConstTensorView u, const SavedAttention& saved, LayerTensors<TensorView>& grad) {
+  const ModelConfig& m = model.weights->config();
+  const LayerConfig& l = m.layers[static_cast<size_t>(layer)];
+  const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
+  const LayerState& s = state.layer(layer);
+  const EntryView& entries = batch.entries[static_cast<size_t>(layer)];
+  const SequenceView& seq = batch.seq;
+  const ConstTensorView rope_table = l.compressed() ? model.rope.compressed : model.rope.window;
+  const int64_t T = seq.num_tokens, H = m.num_heads, d = m.head_dim;
+  ArenaScope scope(*c.workspace);
+  Arena& ws = *c.workspace;
+
+  // Output projections, group by group, and the un-rotation in reverse. o is needed as attention returned it: rotated back.
+  TensorView da = ws.tensor(DType::f32, {T, m.o_groups * m.o_rank}, "attn.da");
+  linear_backward(c, da, Into::write, grad.wo_b, dy, saved.a, w.wo_b);
+  TensorView d_o = ws.tensor(DType::f32, {T, H * d}, "attn.do");
+  const int64_t group_in = H / m.o_groups * d;
+  for (int64_t i = 0; i < m.o_groups; ++i) {
+    const TensorView dw = grad.wo_a.empty() ? TensorView() : grad.wo_a.slice(i * m.o_rank, m.o_rank);
+    linear_backward(c, d_o.cols(i * group_in, group_in), Into::write, dw, da.cols(i * m.o_rank, m.o_rank), saved.o.cols(i * group_in, group_in),
+                    group_weight(w.wo_a, i));
+  }
+  rope(c, d_o, seq.token_pos, rope_table, H, /*inverse=*/false);
+  TensorView o = ws.tensor(saved.o.dtype, saved.o.shape, "attn.o_rotated");
+  cast(c, o, saved.o);
+  rope(c, o, seq.token_pos, rope_table, H, /*inverse=*/false);
+
+  // Attention.
+  TensorView dq = ws.tensor(DType::f32, {T, H * d}, "attn.dq");
+  TensorView dkv = ws.tensor(DType::f32, {T, d}, "attn.dkv");
+  TensorView dstore = l.compressed() ? ws.zeros(DType::f32, s.entries.shape, "attn.dentries") : TensorView();
+  TensorView dsink = grad.sink.empty() ? ws.zeros(DType::f32, {H}, "attn.dsink") : grad.sink;
+  attention_backward(c, dq.reshape({T, H, d}), dkv, dstore, dsink, d_o.reshape({T, H, d}), o.reshape({T, H, d}), saved.lse, saved.q.reshape({T, H, d}),
+                     {saved.kv, ConstTensorView(), s.entries, saved.selected}, w.sink.rows, seq, attention_shape(m, l, s));
+
+  // Queries.
+  rope(c, dq, seq.token_pos, rope_table, H, /*inverse=*/true);
+  rmsnorm_backward(c, dq.reshape({T * H, d}), TensorView(), dq.reshape({T * H, d}), saved.q_in.reshape({T * H, d}), ConstTensorView(), saved.q_inv);
+  TensorView dqr = ws.tensor(DType::f32, {T, m.q_rank}, "attn.dqr");
+  linear_backward(c, dqr, Into::write, grad.wq_b, dq, saved.qr, w.wq_b);
+  rmsnorm_backward(c, dqr, grad.q_norm, dqr, saved.qr_in, w.q_norm.rows, saved.qr_inv);
+  linear_backward(c, du, Into::write, grad.wq_a, dqr, u, w.wq_a);
+
+  // Window keys.
+  rope(c, dkv, seq.token_pos, rope_table, 1, /*inverse=*/true);
+  rmsnorm_backward(c, dkv, grad.kv_norm, dkv, saved.kv_in, w.kv_norm.rows, saved.kv_inv);
+  linear_backward(c, du, Into::add, grad.wkv, dkv, u, w.wkv);
+
+  // Compressed entries.
+  if (!l.compressed() || entries.num_entries == 0) return;
+  const CompressorShape shape = compressor_shape(l, d);
+  TensorView dpooled = ws.tensor(DType::f32, {entries.num_entries, d}, "attn.dpooled");
+  entries_gather(c, dpooled, dstore, entries, seq, s.per_page);
+  rope(c, dpooled, entries.pos, rope_table, 1, /*inverse=*/true);
+  rmsnorm_backward(c, dpooled, grad.compressor->norm, dpooled, saved.pooled, w.compressor->norm.rows, saved.pooled_inv);
+  TensorView dproj = ws.tensor(DType::f32, {T, shape.proj_width()}, "attn.dproj");
+  TensorView dape = grad.compressor->ape.empty() ? ws.zeros(DType::f32, w.compressor->ape.rows.shape, "attn.dape") : grad.compressor->ape;
+  compress_backward(c, dproj, dape, dpooled, saved.proj, w.compressor->ape.rows, entries, seq, shape);
+  const int64_t half = shape.proj_width() / 2;
+  linear_backward(c, du, Into::add, grad.compressor->wkv, dproj.cols(0, half), u, w.compressor->wkv);
+  linear_backward(c, du, Into::add, grad.compressor->wgate, dproj.cols(half, half), u, w.compressor->wgate);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,106 @@
+#include "model/moe_layer.h"
+
+#include "model/linear.h"
+#include "ops/gate/gate.h"
+#include "ops/moe_permute/moe_permute.h"
+#include "ops/swiglu/swiglu.h"
+
+namespace lockstep {
+
+void moe_layer_forward(Context& c, const Model& model, int layer, const SequenceBatch& batch, TensorView y, ConstTensorView u, SavedMoe& saved, Arena& keep) {
+  const ModelConfig& m = model.weights->config();
+  const LayerConfig& l = m.layers[static_cast<size_t>(layer)];
+  const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
+  const int64_t T = batch.seq.num_tokens, K = m.experts_per_token, R = T * K, I = m.expert_dim, D = m.hidden_size;
+  const DType dtype = u.dtype;
+
+  // Router.
+  saved.z = keep.tensor(DType::f32, {T, m.num_experts}, "moe.z");
+  saved.ids = keep.tensor(DType::i32, {T, K}, "moe.ids");
+  saved.weight = keep.tensor(DType::f32, {T, K}, "moe.weight");
+  matmul(c, saved.z, u, w.gate);
+  if (l.hash_routed) {
+    route_hashed(c, saved.ids, saved.weight, saved.z, batch.tokens, w.tid2eid.rows, m.routed_scale);
+  } else {
+    route_scored(c, saved.ids, saved.weight, saved.z, w.gate_bias.rows, m.routed_scale);
+  }
+  if (model.probe) (*model.probe)(layer, "ffn.ids", saved.ids);
+
+  // Every (token, slot) becomes a row of its expert.
+  saved.offsets = keep.tensor(DType::i32, {m.num_experts + 1}, "moe.offsets");
+  saved.row_token = keep.tensor(DType::i32, {R}, "moe.row_token");
+  saved.slot_row = keep.tensor(DType::i32, {T, K}, "moe.slot_row");
+  saved.rho = keep.tensor(DType::f32, {R}, "moe.rho");
+  saved.g = keep.tensor(dtype, {R, I}, "moe.g");
+  saved.u = keep.tensor(dtype, {R, I}, "moe.u");
+  saved.shared_g = keep.tensor(dtype, {T, I}, "moe.shared_g");
+  saved.shared_u = keep.tensor(dtype, {T, I}, "moe.shared_u");
+  moe_plan(c, saved.offsets, saved.row_token, saved.slot_row, saved.ids);
+  moe_spread(c, saved.rho, saved.weight, saved.slot_row);
+
+  ArenaScope scope(*c.workspace);
+  Arena& ws = *c.workspace;
+  TensorView x = ws.tensor(dtype, {R, D}, "moe.x");
+  moe_gather(c, x, u, saved.row_token);
+  grouped_matmul(c, saved.g, x, w.w1, saved.offsets);
+  grouped_matmul(c, saved.u, x, w.w3, saved.offsets);
+  TensorView a = ws.tensor(dtype, {R, I}, "moe.a");
+  swiglu(c, a, saved.g, saved.u, saved.rho, m.swiglu_limit);
+  grouped_matmul(c, x, a, w.w2, saved.offsets);  // x is free: the experts' outputs take its place
+
+  matmul(c, saved.shared_g, u, w.shared_w1);
+  matmul(c, saved.shared_u, u, w.shared_w3);
+  TensorView shared_a = ws.tensor(dtype, {T, I}, "moe.shared_a");
+  swiglu(c, shared_a, saved.shared_g, saved.shared_u, ConstTensorView(), m.swiglu_limit);
+  TensorView shared_y = ws.tensor(dtype, {T, D}, "moe.shared_y");
+  matmul(c, shared_y, shared_a, w.shared_w2);
+  moe_combine(c, y, x, saved.slot_row, shared_y);
+  if (model.probe) (*model.probe)(layer, "ffn.y", y);
+}
+
+void moe_layer_backward(Context& c, const Model& model, int layer, const SequenceBatch& batch, TensorView du, ConstTensorView dy, ConstTensorView u,
+                        const SavedMoe& saved, LayerTensors<TensorView>& grad) {
+  const ModelConfig& m = model.weights->config();
+  const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
+  const int64_t T = batch.seq.num_tokens, K = m.experts_per_token, R = T * K, I = m.expert_dim, D = m.hidden_size;
+  ArenaScope scope(*c.workspace);
+  Arena& ws = *c.workspace;
+
+  {  // Shared expert; it writes du, everything else adds.
+    ArenaScope shared_scope(ws);
+    TensorView a = ws.tensor(u.dtype, {T, I}, "moe.shared_a");
+    swiglu(c, a, saved.shared_g, saved.shared_u, ConstTensorView(), m.swiglu_limit);
+    TensorView da = ws.tensor(DType::f32, {T, I}, "moe.shared_da");
+    TensorView dg = ws.tensor(DType::f32, {T, I}, "moe.shared_dg"), dup = ws.tensor(DType::f32, {T, I}, "moe.shared_du");
+    linear_backward(c, da, Into::write, grad.shared_w2, dy, a, w.shared_w2);
+    swiglu_backward(c, dg, dup, TensorView(), da, saved.shared_g, saved.shared_u, ConstTensorView(), m.swiglu_limit);
+    linear_backward(c, du, Into::write, grad.shared_w1, dg, u, w.shared_w1);
+    linear_backward(c, du, Into::add, grad.shared_w3, dup, u, w.shared_w3);
+  }
+
+  // Routed experts: rows of dy, back through w2, SwiGLU, w1 and w3, summed at the token.
+  TensorView drows = ws.tensor(DType::f32, {R, D}, "moe.drows");
+  moe_gather(c, drows, dy, saved.row_token);
+  TensorView a = ws.tensor(u.dtype, {R, I}, "moe.a");
+  swiglu(c, a, saved.g, saved.u, saved.rho, m.swiglu_limit);
+  TensorView da = ws.tensor(DType::f32, {R, I}, "moe.da");
+  grouped_matmul_backward_input(c, da, drows, w.w2, saved.offsets);
+  if (!grad.w2.empty()) grouped_matmul_backward_weight(c, grad.w2, drows, a, saved.offsets);
+  TensorView dg = ws.tensor(DType::f32, {R, I}, "moe.dg"), dup = ws.tensor(DType::f32, {R, I}, "moe.du"), drho = ws.tensor(DType::f32, {R}, "moe.drho");
+  swiglu_backward(c, dg, dup, drho, da, saved.g, saved.u, saved.rho, m.swiglu_limit);
+  TensorView x = ws.tensor(u.dtype, {R, D}, "moe.x");
+  moe_gather(c, x, u, saved.row_token);
+  if (!grad.w1.empty()) grouped_matmul_backward_weight(c, grad.w1, dg, x, saved.offsets);
+  if (!grad.w3.empty()) grouped_matmul_backward_weight(c, grad.w3, dup, x, saved.offsets);
+  grouped_matmul_backward_input(c, drows, dg, w.w1, saved.offsets);
+  grouped_matmul_backward_input(c, drows, dup, w.w3, saved.offsets, /*accumulate=*/true);
+  moe_gather_backward(c, du, drows, saved.slot_row);
+
+  // Router: through the weights, never through the choice.
+  TensorView dweight = ws.tensor(DType::f32, {T, K}, "moe.dweight"), dz = ws.tensor(DType::f32, {T, m.num_experts}, "moe.dz");
+  moe_collect(c, dweight, drho, saved.slot_row);
+  route_backward(c, dz, dweight, saved.ids, saved.z, m.routed_scale);
+  linear_backward(c, du, Into::add, grad.gate, dz, u, w.gate);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,44 @@
+#pragma once
+// What one layer computes on the way and its backward reads again. Forward fills it always; whether the memory outlives the call (training)
+// or goes with the workspace (rollout) is the caller's choice of arena. Shapes: T tokens, n streams, D width; see docs/architecture.md.
+
+#include "core/tensor.h"
+
+namespace lockstep {
+
+// One mHC site: coefficients, the branch input before and after its norm, and the branch output.
+struct SavedSite {
+  TensorView pre, post, comb;   // [T, n], [T, n], [T, n*n] f32
+  TensorView raw, inv_rms;      // [T, (2+n)n], [T] f32
+  TensorView h, norm_inv, u;    // [T, D], [T] f32, [T, D]
+  TensorView y;                 // [T, D]
+};
+
+struct SavedAttention {
+  TensorView qr_in, qr_inv, qr;        // [T, Rq] before the norm, [T] f32, [T, Rq]
+  TensorView q_in, q_inv, q;           // [T, H*d] before the head norm, [T*H] f32, [T, H*d] rotated
+  TensorView kv_in, kv_inv, kv;        // [T, d] before the norm, [T] f32, [T, d] rotated
+  TensorView proj;                     // [T, 2*c*d] f32 kv | gate of the compressor
+  TensorView pooled, pooled_inv;       // [E, d] before the norm, [E] f32
+  TensorView selected;                 // [T, k] i32, csa
+  TensorView o, lse;                   // [T, H*d] un-rotated, [T, H] f32
+  TensorView a;                        // [T, g*Ro]
+};
+
+struct SavedMoe {
+  TensorView z;                             // [T, E] f32 router logits
+  TensorView ids, weight;                   // [T, K] i32, [T, K] f32
+  TensorView offsets, row_token, slot_row;  // [E + 1], [R], [T, K] i32, R = T*K
+  TensorView rho;                           // [R] f32 weight of each row
+  TensorView g, u;                          // [R, I]
+  TensorView shared_g, shared_u;            // [T, I]
+};
+
+struct SavedLayer {
+  SavedSite attn_site, ffn_site;
+  SavedAttention attention;
+  SavedMoe moe;
+  TensorView x_mid;  // [T, n, D] streams between the two sites
+};
+
+}  // namespace lockstep

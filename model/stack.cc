@@ -1,0 +1,216 @@
+#include "model/stack.h"
+
+#include <cstring>
+
+#include "model/attention_layer.h"
+#include "model/moe_layer.h"
+#include "model/saved.h"
+#include "ops/cast/cast.h"
+#include "ops/embed/embed.h"
+#include "ops/moe_permute/moe_permute.h"
+#include "ops/rmsnorm/rmsnorm.h"
+
+namespace lockstep {
+
+Saved::Saved() = default;
+Saved::~Saved() = default;
+
+RopeTables make_rope_tables(const ModelConfig& config, int64_t positions, Arena& arena) {
+  RopeTables t;
+  t.window = arena.tensor(DType::f32, {positions, config.rope_dim}, "rope.window");
+  t.compressed = arena.tensor(DType::f32, {positions, config.rope_dim}, "rope.compressed");
+  rope_table(t.window, config.rope_theta, RopeScaling());
+  rope_table(t.compressed, config.compress_rope_theta, config.compress_rope_scaling);
+  return t;
+}
+
+namespace {
+
+HyperShape hyper_shape(const ModelConfig& m) { return {m.hc_mult, m.sinkhorn_iters, m.norm_eps, m.hc_eps}; }
+HyperWeights hyper_weights(const HyperTensors<WeightView>& t) { return {t.fn, t.base.rows, t.scale.rows}; }
+HyperGradients hyper_gradients(const HyperTensors<TensorView>& t) { return {t.fn, t.base, t.scale}; }
+
+// How one sublayer is fed: coefficients of the site, its input mixed from the streams, normed.
+void site_forward(Context& c, const ModelConfig& m, const HyperTensors<WeightView>& hyper, const WeightView& norm, ConstTensorView x, SavedSite& s,
+                  Arena& keep) {
+  const int64_t T = x.dim(0), n = m.hc_mult, D = m.hidden_size;
+  s.pre = keep.tensor(DType::f32, {T, n}, "site.pre");
+  s.post = keep.tensor(DType::f32, {T, n}, "site.post");
+  s.comb = keep.tensor(DType::f32, {T, n * n}, "site.comb");
+  s.raw = keep.tensor(DType::f32, {T, m.mix_rows()}, "site.raw");
+  s.inv_rms = keep.tensor(DType::f32, {T}, "site.inv_rms");
+  s.h = keep.tensor(x.dtype, {T, D}, "site.h");
+  s.norm_inv = keep.tensor(DType::f32, {T}, "site.norm_inv");
+  s.u = keep.tensor(x.dtype, {T, D}, "site.u");
+  s.y = keep.tensor(x.dtype, {T, D}, "site.y");
+  hyper_mix(c, s.pre, s.post, s.comb, s.raw, s.inv_rms, x, hyper_weights(hyper), hyper_shape(m));
+  hyper_pre(c, s.h, x, s.pre);
+  rmsnorm(c, s.u, s.norm_inv, s.h, norm.rows, m.norm_eps);
+}
+
+// The gradient of one site around its branch: dxout -> dx, with branch(du, dy) turning the branch's output gradient into its input's.
+template <typename Branch>
+void site_backward(Context& c, const ModelConfig& m, const HyperTensors<WeightView>& hyper, const WeightView& norm, HyperTensors<TensorView>& dhyper,
+                   TensorView dnorm, ConstTensorView x, const SavedSite& s, TensorView dx, ConstTensorView dxout, Branch branch) {
+  const int64_t T = x.dim(0), n = m.hc_mult, D = m.hidden_size;
+  ArenaScope scope(*c.workspace);
+  Arena& ws = *c.workspace;
+  TensorView dy = ws.tensor(DType::f32, {T, D}, "site.dy"), du = ws.tensor(DType::f32, {T, D}, "site.du");
+  TensorView dpre = ws.tensor(DType::f32, {T, n}, "site.dpre"), dpost = ws.tensor(DType::f32, {T, n}, "site.dpost");
+  TensorView dcomb = ws.tensor(DType::f32, {T, n * n}, "site.dcomb");
+  hyper_post_backward(c, dx, dy, dpost, dcomb, dxout, x, s.y, s.post, s.comb);
+  branch(du, dy);
+  rmsnorm_backward(c, du, dnorm, du, s.h, norm.rows, s.norm_inv);
+  hyper_pre_backward(c, dx, dpre, du, x, s.pre);
+  hyper_mix_backward(c, dx, hyper_gradients(dhyper), dpre, dpost, dcomb, s.raw, s.inv_rms, x, hyper_weights(hyper), hyper_shape(m));
+}
+
+void layer_forward(Context& c, const Model& model, int layer, const SequenceBatch& batch, const StatePool& state, TensorView xout, ConstTensorView x,
+                   SavedLayer& s, Arena& keep) {
+  const ModelConfig& m = model.weights->config();
+  const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
+  const auto probe = [&](std::string_view point, ConstTensorView rows) {
+    if (model.probe) (*model.probe)(layer, point, rows);
+  };
+  s.x_mid = keep.tensor(x.dtype, x.shape, "layer.x_mid");
+  site_forward(c, m, w.hc_attn, w.attn_norm, x, s.attn_site, keep);
+  probe("attn.u", s.attn_site.u);
+  attention_layer_forward(c, model, layer, batch, state, s.attn_site.y, s.attn_site.u, s.attention, keep);
+  hyper_post(c, s.x_mid, x, s.attn_site.y, s.attn_site.post, s.attn_site.comb);
+  probe("attn.x", s.x_mid);
+  site_forward(c, m, w.hc_ffn, w.ffn_norm, s.x_mid, s.ffn_site, keep);
+  probe("ffn.u", s.ffn_site.u);
+  moe_layer_forward(c, model, layer, batch, s.ffn_site.y, s.ffn_site.u, s.moe, keep);
+  hyper_post(c, xout, s.x_mid, s.ffn_site.y, s.ffn_site.post, s.ffn_site.comb);
+  probe("ffn.x", xout);
+}
+
+// dx [T, n, D] f32: gradient of the layer's output on entry, of its input on return. dx_other is scratch of the same shape.
+void layer_backward(Context& c, const Model& model, int layer, const SequenceBatch& batch, const StatePool& state, ConstTensorView x,
+                    const SavedLayer& s, TensorView dx, TensorView dx_other, LayerTensors<TensorView>& grad) {
+  const ModelConfig& m = model.weights->config();
+  const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
+  site_backward(c, m, w.hc_ffn, w.ffn_norm, grad.hc_ffn, grad.ffn_norm, s.x_mid, s.ffn_site, dx_other, dx,
+                [&](TensorView du, ConstTensorView dy) { moe_layer_backward(c, model, layer, batch, du, dy, s.ffn_site.u, s.moe, grad); });
+  site_backward(c, m, w.hc_attn, w.attn_norm, grad.hc_attn, grad.attn_norm, x, s.attn_site, dx, dx_other, [&](TensorView du, ConstTensorView dy) {
+    attention_layer_backward(c, model, layer, batch, state, du, dy, s.attn_site.u, s.attention, grad);
+  });
+}
+
+// out[wanted[r]] = rows[r], everything else zero.
+void scatter_wanted(Context& c, TensorView out, ConstTensorView rows, ConstTensorView wanted) {
+  std::memset(out.data, 0, out.bytes());
+  const size_t bytes = static_cast<size_t>(out.shape.row_elements()) * dtype_bytes(out.dtype);
+  parallel_for(c, rows.rows(), out.shape.row_elements(), [&](int64_t b, int64_t e, int) {
+    for (int64_t r = b; r < e; ++r) std::memcpy(out.row<float>(wanted.ptr<int32_t>()[r]), rows.row<float>(r), bytes);
+  });
+}
+
+}  // namespace
+
+TensorView forward(Context& c, const Model& model, const SequenceBatch& batch, const StatePool& state, Saved* saved) {
+  const Weights& weights = *model.weights;
+  const ModelConfig& m = weights.config();
+  const int64_t T = batch.seq.num_tokens, R = batch.num_wanted(), n = m.hc_mult, D = m.hidden_size, L = m.num_layers();
+  const DType dtype = weights.dtype();
+  Arena& ws = *c.workspace;
+  const auto probe = [&](std::string_view point, ConstTensorView rows) {
+    if (model.probe) (*model.probe)(-1, point, rows);
+  };
+
+  TensorView hidden = ws.tensor(dtype, {R, D}, "stack.hidden");  // the result; everything after it is released
+  ArenaScope scope(ws);
+
+  // Without saving, two stream buffers take turns; with it every layer's input is kept.
+  if (saved != nullptr) {
+    saved->layer_inputs.clear();
+    saved->layers.resize(saved->recompute == Recompute::none ? static_cast<size_t>(L) : 0);
+  }
+  TensorView buffers[2];
+  if (saved == nullptr)
+    for (TensorView& b : buffers) b = ws.tensor(dtype, {T, n, D}, "stack.x");
+  const auto stream = [&](int64_t i) { return saved == nullptr ? buffers[i % 2] : saved->arena->tensor(dtype, {T, n, D}, "saved.x"); };
+
+  TensorView x = stream(0);
+  embed(c, x, weights.tensors().embed.rows, batch.tokens);
+  probe("embed", x);
+  for (int64_t i = 0; i < L; ++i) {
+    if (saved != nullptr) saved->layer_inputs.push_back(x);
+    TensorView xout = stream(i + 1);
+    ArenaScope layer_scope(ws);
+    if (saved != nullptr && saved->recompute == Recompute::none) {
+      layer_forward(c, model, static_cast<int>(i), batch, state, xout, x, saved->layers[static_cast<size_t>(i)], *saved->arena);
+    } else {
+      SavedLayer passing;
+      layer_forward(c, model, static_cast<int>(i), batch, state, xout, x, passing, ws);
+    }
+    x = xout;
+  }
+  if (saved != nullptr) saved->layer_inputs.push_back(x);
+
+  // Final site on the wanted rows alone.
+  Arena& keep = saved != nullptr ? *saved->arena : ws;
+  const HyperTensors<WeightView>& head = weights.tensors().hc_head;
+  TensorView xw = x;
+  if (!batch.wanted.empty()) {
+    xw = keep.tensor(dtype, {R, n, D}, "final.x");
+    moe_gather(c, xw.reshape({R, n * D}), x.reshape({T, n * D}), batch.wanted);
+  }
+  TensorView pre = keep.tensor(DType::f32, {R, n}, "final.pre"), raw = keep.tensor(DType::f32, {R, n}, "final.raw");
+  TensorView inv_rms = keep.tensor(DType::f32, {R}, "final.inv_rms"), h = keep.tensor(dtype, {R, D}, "final.h");
+  TensorView norm_inv = keep.tensor(DType::f32, {R}, "final.norm_inv");
+  hyper_head_mix(c, pre, raw, inv_rms, xw, hyper_weights(head), hyper_shape(m));
+  hyper_pre(c, h, xw, pre);
+  rmsnorm(c, hidden, norm_inv, h, weights.tensors().norm.rows, m.norm_eps);
+  probe("final", hidden);
+  if (saved != nullptr) {
+    saved->final_x = xw;
+    saved->final_pre = pre;
+    saved->final_raw = raw;
+    saved->final_inv_rms = inv_rms;
+    saved->final_h = h;
+    saved->final_norm_inv = norm_inv;
+  }
+  return hidden;
+}
+
+void backward(Context& c, const Model& model, const SequenceBatch& batch, const StatePool& state, Saved& saved, ConstTensorView dhidden,
+              Gradients& gradients) {
+  const Weights& weights = *model.weights;
+  const ModelConfig& m = weights.config();
+  const int64_t T = batch.seq.num_tokens, R = batch.num_wanted(), n = m.hc_mult, D = m.hidden_size, L = m.num_layers();
+  const DType dtype = weights.dtype();
+  ArenaScope scope(*c.workspace);
+  Arena& ws = *c.workspace;
+  CHECK_EQ(static_cast<int64_t>(saved.layer_inputs.size()), L + 1);
+
+  TensorView dx = ws.tensor(DType::f32, {T, n, D}, "backward.dx"), dx_other = ws.tensor(DType::f32, {T, n, D}, "backward.dx_other");
+  {
+    ArenaScope final_scope(ws);
+    TensorView dh = ws.tensor(DType::f32, {R, D}, "final.dh"), dpre = ws.tensor(DType::f32, {R, n}, "final.dpre");
+    TensorView dxw = batch.wanted.empty() ? dx : ws.tensor(DType::f32, {R, n, D}, "final.dx");
+    std::memset(dxw.data, 0, dxw.bytes());
+    rmsnorm_backward(c, dh, gradients.tensors.norm, dhidden, saved.final_h, weights.tensors().norm.rows, saved.final_norm_inv);
+    hyper_pre_backward(c, dxw, dpre, dh, saved.final_x, saved.final_pre);
+    hyper_head_mix_backward(c, dxw, hyper_gradients(gradients.tensors.hc_head), dpre, saved.final_raw, saved.final_inv_rms, saved.final_x,
+                            hyper_weights(weights.tensors().hc_head), hyper_shape(m));
+    if (!batch.wanted.empty()) scatter_wanted(c, dx, dxw, batch.wanted);
+  }
+  for (int64_t i = L - 1; i >= 0; --i) {
+    const ConstTensorView x = saved.layer_inputs[static_cast<size_t>(i)];
+    LayerTensors<TensorView>& grad = gradients.tensors.layers[static_cast<size_t>(i)];
+    if (saved.recompute == Recompute::none) {
+      layer_backward(c, model, static_cast<int>(i), batch, state, x, saved.layers[static_cast<size_t>(i)], dx, dx_other, grad);
+    } else {
+      ArenaScope layer_scope(*saved.arena);
+      SavedLayer again;
+      TensorView xout = saved.arena->tensor(dtype, {T, n, D}, "recompute.x");
+      const Model silent{model.weights, model.rope, nullptr};
+      layer_forward(c, silent, static_cast<int>(i), batch, state, xout, x, again, *saved.arena);
+      layer_backward(c, silent, static_cast<int>(i), batch, state, x, again, dx, dx_other, grad);
+    }
+  }
+  if (!gradients.tensors.embed.empty()) embed_backward(c, gradients.tensors.embed, dx, batch.tokens);
+}
+
+}  // namespace lockstep

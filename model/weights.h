@@ -1,0 +1,135 @@
+#pragma once
+// The one list of the model's tensors, and storage laid out by it.
+//
+// ModelTensors<T> has one T per tensor; visit() walks it in one fixed order and gives each tensor's released name, shape and role. Weights,
+// master weights, gradients, optimizer moments, checkpoints, inspection and (later) synchronisation all iterate this list; none repeats a name.
+// Experts are stacked: one tensor [E, ...] a projection; checkpoints spell them per expert (model/checkpoint_io.h).
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/context.h"
+#include "model/config.h"
+#include "ops/hyperconn/hyperconn.h"
+#include "ops/matmul/matmul.h"
+
+namespace lockstep {
+
+enum class TensorRole : uint8_t {
+  matrix,       // [N, K] linear weight: storage dtype, panels, weight decay
+  expert,       // [E, N, K]: likewise, by expert
+  embedding,    // [V, D]: storage dtype, read by row
+  head,         // [V, D]: storage dtype, panels
+  router,       // gate.weight [E, D]: storage dtype, panels; frozen by default in RL
+  router_bias,  // [E]: f32 buffer, never trained by a loss
+  hash_table,   // [V, K]: i32 buffer
+  norm,         // gain: f32
+  hyper,        // mHC parameters: f32 (fn with panels)
+  sink,         // [H]: f32
+  ape,          // compressor position bias: f32
+};
+const char* tensor_role_name(TensorRole role);
+
+struct TensorSpec {
+  std::string name;  // released name; for experts with "experts.*" in place of the id
+  Shape shape;
+  TensorRole role;
+  int layer = -1;         // -1: not in a layer
+  bool indexer = false;   // reached by no gradient; frozen by default
+  int64_t groups = 1;     // > 1: rows are `groups` equal blocks, each a matrix of its own (wo_a); weights are viewed as [groups, N / groups, K]
+  int id = 0;             // place in the list
+  bool is_buffer() const { return role == TensorRole::router_bias || role == TensorRole::hash_table; }
+  bool has_panels() const;                 // used by matmul
+  Shape weight_shape() const;              // shape, or [groups, N / groups, K]
+  DType weight_dtype(Numerics n) const;    // dtype the forward reads: storage dtype for matrices, f32 or i32 otherwise
+};
+
+template <typename T>
+struct CompressorTensors {
+  T wkv, wgate, ape, norm;
+};
+template <typename T>
+struct IndexerTensors {
+  T wq_b, weights_proj;
+  CompressorTensors<T> compressor;
+};
+template <typename T>
+struct HyperTensors {
+  T fn, base, scale;
+};
+template <typename T>
+struct LayerTensors {
+  HyperTensors<T> hc_attn, hc_ffn;
+  T attn_norm, ffn_norm;
+  T wq_a, q_norm, wq_b, wkv, kv_norm, wo_a, wo_b, sink;
+  std::optional<CompressorTensors<T>> compressor;  // csa, hca
+  std::optional<IndexerTensors<T>> indexer;        // csa
+  T gate;
+  T gate_bias;  // score-routed layers; unset otherwise
+  T tid2eid;    // hash-routed layers; unset otherwise
+  T w1, w3, w2;                       // experts [E, I, D], [E, I, D], [E, D, I]
+  T shared_w1, shared_w3, shared_w2;  // [I, D], [I, D], [D, I]
+};
+template <typename T>
+struct ModelTensors {
+  T embed, head, norm;
+  HyperTensors<T> hc_head;
+  std::vector<LayerTensors<T>> layers;
+};
+
+// The list, in order. `tensor` of the callback is the place in `tensors`, which is sized for `config` first.
+template <typename T>
+void visit(const ModelConfig& config, ModelTensors<T>& tensors, const std::function<void(const TensorSpec&, T&)>& f);
+std::vector<TensorSpec> tensor_table(const ModelConfig& config);
+
+// f32 (or i32) copies of every tensor: what optimizers and checkpoints hold. views[id] follows tensor_table's order.
+struct TensorSet {
+  std::vector<TensorView> views;  // empty view: absent
+};
+// One f32 tensor for every spec (i32 for hash tables) that `wanted` accepts; zeroed.
+TensorSet make_tensor_set(const std::vector<TensorSpec>& table, Arena& arena, const std::function<bool(const TensorSpec&)>& wanted);
+
+// What forward and backward read: every tensor in its weight dtype, matrices also as panels. Owned storage with stable addresses.
+// `version` counts policy updates; a load writes all tensors before it changes.
+class Weights {
+ public:
+  Weights(const ModelConfig& config, Numerics numerics, Arena& arena);
+  Weights(const Weights&) = delete;  // tensors_ is pointed into
+  Weights& operator=(const Weights&) = delete;
+  const ModelConfig& config() const { return config_; }
+  Numerics numerics() const { return numerics_; }
+  DType dtype() const { return storage_dtype(numerics_); }
+  const ModelTensors<WeightView>& tensors() const { return tensors_; }
+  const std::vector<TensorSpec>& table() const { return table_; }
+  const WeightView& view(int id) const { return *by_id_[static_cast<size_t>(id)]; }
+  int64_t version() const { return version_; }
+
+  // Rounds every master tensor to its weight dtype and repacks panels, then sets the version. Masters: f32 (i32 hash tables).
+  void load(Context& c, const TensorSet& masters, int64_t version);
+
+ private:
+  ModelConfig config_;
+  Numerics numerics_;
+  std::vector<TensorSpec> table_;
+  ModelTensors<WeightView> tensors_;
+  std::vector<WeightView*> by_id_;
+  std::vector<TensorView> rows_, panels_;
+  int64_t version_ = -1;
+};
+
+// Gradients of one step, f32, laid out as the tensors; an empty view means that this tensor is frozen and gets none.
+struct Gradients {
+  std::vector<TensorSpec> table;
+  TensorSet set;
+  ModelTensors<TensorView> tensors;
+};
+Gradients make_gradients(const ModelConfig& config, Arena& arena, const std::function<bool(const TensorSpec&)>& trained);
+void zero_gradients(Context& c, Gradients& g);
+
+// Random masters as transformers initialises them, but with tid2eid rows of distinct experts, keyed by (seed, tensor id).
+void initialize_masters(const ModelConfig& config, const std::vector<TensorSpec>& table, TensorSet& masters, uint64_t seed);
+
+}  // namespace lockstep

@@ -1,0 +1,20 @@
+#pragma once
+// The CPU side of adamw: kernels over plain ranges; adamw.cc cuts tensors into blocks and shares them among the workers.
+
+#include "ops/adamw/adamw.h"
+
+namespace lockstep {
+
+namespace reference {
+void adamw_range(float* w, float* m, float* v, const float* grad, int64_t n, const AdamWStep& step);
+double sum_squares_block(const float* grad, int64_t n);  // one block: n <= kSumSquaresBlock
+bool all_finite_range(const float* x, int64_t n);
+}  // namespace reference
+
+namespace simd {
+void adamw_range(float* w, float* m, float* v, const float* grad, int64_t n, const AdamWStep& step);
+double sum_squares_block(const float* grad, int64_t n);
+bool all_finite_range(const float* x, int64_t n);
+}  // namespace simd
+
+}  // namespace lockstep

@@ -1,0 +1,32 @@
+#pragma once
+// The two implementations behind matmul.h; arguments are already checked. Internal to ops/matmul.
+
+#include "ops/matmul/matmul.h"
+
+// Plain loops: the specification that runs. Reads w.rows only.
+namespace lockstep::reference {
+
+void pack_panels(TensorView panels, ConstTensorView rows);
+void matmul(TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);
+void matmul_backward_input(TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate);
+void matmul_backward_weight(TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
+void grouped_matmul(TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
+void grouped_matmul_backward_input(TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets,
+                                   bool accumulate);
+void grouped_matmul_backward_weight(TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets);
+
+}  // namespace lockstep::reference
+
+namespace lockstep::simd {
+
+void pack_panels(Context& c, TensorView panels, ConstTensorView rows);
+void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);
+void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate);
+void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
+void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
+void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w,
+                                   ConstTensorView offsets, bool accumulate);
+void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x,
+                                    ConstTensorView offsets);
+
+}  // namespace lockstep::simd

@@ -1,0 +1,20 @@
+#pragma once
+// Internal to ops/rmsnorm: the two implementations, without argument checks. Same bits.
+
+#include "ops/rmsnorm/rmsnorm.h"
+
+namespace lockstep {
+
+namespace reference {
+void rmsnorm(Context& c, TensorView y, TensorView inv, ConstTensorView x, ConstTensorView w, float eps);
+void rmsnorm_backward(Context& c, TensorView dx, TensorView dw_accum, ConstTensorView dy, ConstTensorView x,
+                      ConstTensorView w, ConstTensorView inv, bool accumulate);
+}  // namespace reference
+
+namespace simd {
+void rmsnorm(Context& c, TensorView y, TensorView inv, ConstTensorView x, ConstTensorView w, float eps);
+void rmsnorm_backward(Context& c, TensorView dx, TensorView dw_accum, ConstTensorView dy, ConstTensorView x,
+                      ConstTensorView w, ConstTensorView inv, bool accumulate);
+}  // namespace simd
+
+}  // namespace lockstep

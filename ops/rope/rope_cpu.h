@@ -1,0 +1,16 @@
+#pragma once
+// Internal to ops/rope: the two implementations of the rotation, without argument checks. Same bits.
+
+#include "ops/rope/rope.h"
+
+namespace lockstep {
+
+namespace reference {
+void rope(Context& c, TensorView x, ConstTensorView pos, ConstTensorView table, int64_t heads, bool inverse);
+}  // namespace reference
+
+namespace simd {
+void rope(Context& c, TensorView x, ConstTensorView pos, ConstTensorView table, int64_t heads, bool inverse);
+}  // namespace simd
+
+}  // namespace lockstep

@@ -1,0 +1,20 @@
+#pragma once
+// Internal to ops/swiglu: the two implementations, without argument checks. Same bits.
+
+#include "ops/swiglu/swiglu.h"
+
+namespace lockstep {
+
+namespace reference {
+void swiglu(Context& c, TensorView a, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit);
+void swiglu_backward(Context& c, TensorView dg, TensorView du, TensorView drho, ConstTensorView da, ConstTensorView g,
+                     ConstTensorView u, ConstTensorView rho, float limit);
+}  // namespace reference
+
+namespace simd {
+void swiglu(Context& c, TensorView a, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit);
+void swiglu_backward(Context& c, TensorView dg, TensorView du, TensorView drho, ConstTensorView da, ConstTensorView g,
+                     ConstTensorView u, ConstTensorView rho, float limit);
+}  // namespace simd
+
+}  // namespace lockstep

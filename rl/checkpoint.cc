@@ -1,0 +1,117 @@
+#include "rl/checkpoint.h"
+
+#include <filesystem>
+#include <sstream>
+
+#include "io/file.h"
+#include "io/json.h"
+
+namespace lockstep {
+
+namespace {
+
+constexpr const char* kStateFile = "state.json";
+constexpr const char* kSettingsFile = "config.resolved.toml";
+
+// Lines of two resolved configs, which list the same settings in the same order, that differ.
+void report_changed_settings(const std::string& before, const std::string& after, const Hooks& hooks) {
+  std::istringstream old_lines(before), new_lines(after);
+  for (std::string a, b; std::getline(old_lines, a) && std::getline(new_lines, b);) {
+    if (a != b) hooks.say(fmt::format("setting changed since the run began: {} (was {})", b, a));
+  }
+}
+
+Status delete_checkpoint(const std::string& path) {
+  // The marker goes first: a half deleted checkpoint must not count.
+  std::error_code error;
+  std::filesystem::remove(path + "/COMPLETE", error);
+  if (!error) std::filesystem::remove_all(path, error);
+  return error ? errorf("cannot remove {}: {}", path, error.message()) : Status::ok();
+}
+
+}  // namespace
+
+std::string run_state_json(const RunState& s) {
+  return JsonLine()
+      .add("kind", s.kind)
+      .add("step", s.step)
+      .add("seed", s.seed)
+      .add("num_rows", s.num_rows)
+      .add("epoch", s.cursor.epoch)
+      .add("offset", s.cursor.offset)
+      .add("issued", s.cursor.issued)
+      .str();
+}
+
+Result<RunState> parse_run_state(std::string_view json, const std::string& file) {
+  Result<JsonValue> parsed = parse_json(json);
+  if (!parsed) return errorf("{}: {}", file, parsed.message());
+  RunState s;
+  const JsonValue* kind = parsed.value().find("kind");
+  if (kind == nullptr || !kind->is(JsonValue::Kind::string)) return errorf("{}: \"kind\" is missing", file);
+  s.kind = kind->text;
+  const std::pair<const char*, int64_t*> fields[] = {{"step", &s.step},           {"seed", &s.seed},           {"num_rows", &s.num_rows},
+                                                     {"epoch", &s.cursor.epoch},  {"offset", &s.cursor.offset}, {"issued", &s.cursor.issued}};
+  for (const auto& [name, field] : fields) {
+    const JsonValue* v = parsed.value().find(name);
+    if (v == nullptr || !v->as_int64(field) || *field < 0) return errorf("{}: \"{}\" is missing or no count", file, name);
+  }
+  if (s.cursor.offset > s.num_rows) return errorf("{}: offset {} lies beyond the {} rows", file, s.cursor.offset, s.num_rows);
+  return s;
+}
+
+Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const std::string& resolved, int64_t keep) {
+  Result<std::vector<Checkpoint>> before = complete_checkpoints(dir.path());
+  if (!before) return before.status();
+  for (const Checkpoint& c : before.value()) {
+    if (c.step == state.step) return Status::ok();
+  }
+  Result<std::string> path = dir.begin_checkpoint(state.step);
+  if (!path) return path.status();
+  LOCKSTEP_RETURN_IF_ERROR(policy.save(path.value()));
+  LOCKSTEP_RETURN_IF_ERROR(atomic_write(path.value() + "/" + kSettingsFile, resolved));
+  LOCKSTEP_RETURN_IF_ERROR(atomic_write(path.value() + "/" + kStateFile, run_state_json(state) + "\n"));
+  LOCKSTEP_RETURN_IF_ERROR(dir.finish_checkpoint(state.step));
+  for (size_t i = 0; i + static_cast<size_t>(keep) < before.value().size() + 1; ++i) {
+    LOCKSTEP_RETURN_IF_ERROR(delete_checkpoint(before.value()[i].path));
+  }
+  return Status::ok();
+}
+
+Result<RunDir> open_run(const std::string& path, bool resume, const std::string& resolved, Policy& policy, RunState& state, const Hooks& hooks) {
+  Result<RunDir> opened = RunDir::open(path, resume ? RunDir::Mode::resume : RunDir::Mode::start);
+  if (!opened) return opened.status();
+  RunDir dir = opened.take();
+  if (resume) {
+    if (Result<std::string> before = read_file(dir.config_path())) report_changed_settings(before.value(), resolved, hooks);
+    Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(path);
+    if (!newest) return newest.status();
+    if (newest.value()) {
+      const std::string file = newest.value()->path + "/" + kStateFile;
+      Result<std::string> text = read_file(file);
+      if (!text) return text.status();
+      Result<RunState> saved = parse_run_state(text.value(), file);
+      if (!saved) return saved.status();
+      if (saved.value().kind != state.kind) return errorf("{}: this is a run of `lockstep {}`, not of `lockstep {}`", file, saved.value().kind, state.kind);
+      if (saved.value().seed != state.seed) return errorf("{}: the run began with run.seed {}, not {}", file, saved.value().seed, state.seed);
+      if (saved.value().num_rows != state.num_rows) {
+        return errorf("{}: the run began with {} usable data rows, the file now gives {}", file, saved.value().num_rows, state.num_rows);
+      }
+      LOCKSTEP_RETURN_IF_ERROR(policy.load(newest.value()->path));
+      state = saved.take();
+      hooks.say(fmt::format("resuming after step {} from {}", state.step, newest.value()->path));
+    } else {
+      hooks.say("no complete checkpoint yet: beginning again at step 0");
+    }
+    Result<RunDir::Truncation> cut = dir.truncate_after(newest.value() ? state.step : -1);
+    if (!cut) return cut.status();
+    if (cut.value().metrics_dropped + cut.value().rollouts_dropped > 0) {
+      hooks.say(fmt::format("dropped {} metrics lines and {} rollout files of later steps, which will be run again", cut.value().metrics_dropped,
+                            cut.value().rollouts_dropped));
+    }
+  }
+  LOCKSTEP_RETURN_IF_ERROR(dir.write_config(resolved));
+  return dir;
+}
+
+}  // namespace lockstep

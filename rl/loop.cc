@@ -1,0 +1,399 @@
+// One step, on one thread. An arrow is a record; a stage is a function from one record to the next.
+//
+//   task ──Prompt──▶ rollout ──Trajectory──▶ reward ──Group──▶ advantage ──TrainSample──▶ actor
+//    │                  ▲     tokens, log-      score,           [R] floats                 │ forward, loss, backward,
+//    │ cursor           │     probs, version v  correct                                     │ optimizer
+//    ▼                  │                                                                   ▼
+//   checkpoint          └──────────────── weights, version v + 1, swapped whole ────────────┘
+//
+// There are no queues: P * n trajectories are made, then all are trained on, so every token is of the version that is trained (lag 0) and nothing
+// waits for anything but the stage before it. Sampler and trainer read the same weights; the step checks that they also computed the same
+// log-probs, bit for bit, for every token that is trained.
+
+#include "rl/loop.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+
+#include "core/log.h"
+#include "io/file.h"
+#include "io/json.h"
+#include "rl/checkpoint.h"
+#include "rl/diagnose.h"
+#include "rl/metrics.h"
+#include "rl/sampling.h"
+
+namespace lockstep {
+
+namespace {
+
+class Stopwatch {
+ public:
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+  // Seconds since the last lap.
+  double lap() {
+    const auto now = Clock::now();
+    const double s = std::chrono::duration<double>(now - lap_).count();
+    lap_ = now;
+    return s;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point start_ = Clock::now(), lap_ = start_;
+};
+
+bool same_bits(float a, float b) { return std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b); }
+
+std::string trajectory_json(const Group& group, const Trajectory& t) {
+  return JsonLine()
+      .add("group_index", t.group_index)
+      .add("index", t.index)
+      .add("row", group.prompt.row)
+      .add("status", trajectory_status_name(t.status))
+      .add("prompt", group.prompt.text)
+      .add("response", t.text)
+      .add("label", group.prompt.label)
+      .add("answer", t.answer)
+      .add("reward", t.reward)
+      .add("correct", t.correct)
+      .add("reason", t.usable() ? t.reason : t.failure)
+      .add("advantage", t.advantage.empty() ? 0.0f : t.advantage.front())
+      .add("prompt_length", t.prompt_length)
+      .add("tokens", std::span<const int32_t>(t.tokens))
+      .add("rollout_log_probs", std::span<const float>(t.logprobs))
+      .add("weight_versions", std::span<const int32_t>(t.versions))
+      .str();
+}
+
+class Loop {
+ public:
+  Loop(const LoopConfig& config, const Hooks& hooks) : config_(config), hooks_(hooks) {}
+
+  Status open(bool resume);
+  Status run();
+  LoopReport take_report() { return std::move(report_); }
+
+ private:
+  // Stages of a step, in order.
+  Result<std::vector<Group>> rollout();
+  void reward(std::vector<Group>& groups);
+  void advantage(std::vector<Group>& groups);
+  Status train(std::vector<Group>& groups, Metrics& metrics);
+  // The exact run's promise, for samples whose old_logprob the trainer has computed.
+  Status compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen);
+  Status evaluate_now();
+  Status save();
+
+  std::string label(const char* stage) const { return fmt::format("step {}/{} {}", state_.step + 1, config_.run.steps, stage); }
+  void write_timing(const JsonLine& line) { timing_ << line.str() << '\n' << std::flush; }
+
+  const LoopConfig& config_;
+  const Hooks& hooks_;
+  std::unique_ptr<Policy> policy_;
+  std::unique_ptr<ReferencePolicy> reference_;  // only with a KL term
+  std::unique_ptr<Task> task_;
+  std::vector<Prompt> eval_problems_;
+  std::string eval_name_;
+  std::unique_ptr<RunDir> dir_;
+  std::ofstream timing_;
+  RunState state_;
+  LoopReport report_;
+  double logprob_seconds_ = 0;  // of this step: trainer forwards besides the one that is differentiated
+};
+
+Status Loop::open(bool resume) {
+  const LoopConfig& c = config_;
+  PolicyUse use{.seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads), .sample = true, .train = true};
+  const bool evaluates = c.run.eval_every > 0;
+  use.engine.max_running = c.rollout.max_running;
+  use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
+  use.engine.max_context = c.task.max_prompt_tokens + std::max(c.rollout.max_new_tokens, evaluates ? c.eval.max_new_tokens : 0);
+  use.optimizer = c.optimizer;
+  if (use.optimizer.total_steps == 0) use.optimizer.total_steps = c.run.steps * c.train.steps_per_rollout;
+  use.actor = {.max_tokens_per_microbatch = c.train.microbatch_tokens, .recompute = c.train.recompute};
+  Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
+  if (!policy) return policy.status();
+  policy_ = policy.take();
+  if (c.train.loss.kl != KlKind::none) {
+    Result<std::unique_ptr<ReferencePolicy>> reference = ReferencePolicy::make(*policy_, c.model, use);
+    if (!reference) return reference.status();
+    reference_ = reference.take();
+  }
+
+  TaskCounts counts;
+  Result<std::vector<Prompt>> prompts = load_prompts(c.task.train_file, policy_->tokenizer(), c.task, &counts);
+  if (!prompts) return prompts.status();
+  task_ = std::make_unique<Task>(prompts.take(), static_cast<uint64_t>(c.run.seed));
+  hooks_.say(fmt::format("{}: {} prompts; {} bad rows, {} overlong and dropped, {} duplicates", c.task.train_file, counts.rows, counts.bad_rows,
+                         counts.overlong_prompts, counts.duplicate_prompts));
+  if (evaluates) {
+    Result<std::vector<Prompt>> problems = load_prompts(c.task.eval_file, policy_->tokenizer(), c.task, nullptr);
+    if (!problems) return problems.status();
+    eval_problems_ = problems.take();
+    eval_name_ = std::filesystem::path(c.task.eval_file).stem().string();
+  }
+
+  state_ = {.kind = "train", .step = 0, .seed = c.run.seed, .num_rows = task_->num_prompts(), .cursor = {}};
+  Result<RunDir> dir = open_run(c.run.dir, resume, c.resolved, *policy_, state_, hooks_);
+  if (!dir) return dir.status();
+  dir_ = std::make_unique<RunDir>(dir.take());
+  task_->restore(state_.cursor);
+  LOCKSTEP_RETURN_IF_ERROR(make_directories(dir_->path() + "/evals"));
+  // Times are kept apart from metrics.jsonl, whose bytes do not depend on the machine.
+  timing_.open(dir_->path() + "/timing.jsonl", std::ios::app);
+  if (!timing_) return errorf("cannot open {}/timing.jsonl", dir_->path());
+  report_.first_step = report_.last_step = state_.step;
+  hooks_.say(fmt::format("{} threads, {} numerics; {}", policy_->context().num_threads(), numerics_name(c.model.numerics), policy_->memory_report()));
+  return Status::ok();
+}
+
+Result<std::vector<Group>> Loop::rollout() {
+  const RolloutOptions& o = config_.rollout;
+  std::vector<Group> groups;
+  std::vector<Request> requests;
+  for (int64_t p = 0; p < o.prompts_per_step; ++p) {
+    groups.push_back({.prompt = task_->next(), .trajectories = {}});
+    Request r;
+    r.prompt_id = static_cast<uint64_t>(groups.back().prompt.id);
+    r.prompt = groups.back().prompt.tokens;
+    r.num_samples = static_cast<int32_t>(o.samples_per_prompt);
+    r.seed = static_cast<uint64_t>(config_.run.seed);
+    r.sampling.temperature = o.temperature;
+    r.sampling.max_new_tokens = o.max_new_tokens;
+    r.sampling.stop_ids = {policy_->tokenizer().eos_id()};
+    requests.push_back(std::move(r));
+  }
+  Result<std::vector<Completion>> completions = run_requests(policy_->engine(), requests, hooks_, label("rollout"));
+  if (!completions) return completions.status();
+  for (size_t i = 0; i < completions.value().size(); ++i) {
+    Group& g = groups[i / static_cast<size_t>(o.samples_per_prompt)];
+    g.trajectories.push_back(make_trajectory(g.prompt, completions.value()[i], o.samples_per_prompt, policy_->tokenizer(), policy_->config().vocab_size));
+    const Trajectory& t = g.trajectories.back();
+    report_.rollout_tokens += t.response_length();
+    if (!t.usable()) log_warn("sample {} is {} and not trained: {}", t.index, trajectory_status_name(t.status), t.failure);
+    for (const int32_t v : t.versions) {
+      CHECK(v == policy_->weights().version(), "sample {} was drawn by version {}, the weights are version {}", t.index, v, policy_->weights().version());
+    }
+  }
+  return groups;
+}
+
+void Loop::reward(std::vector<Group>& groups) {
+  for (Group& g : groups) {
+    for (Trajectory& t : g.trajectories) {
+      if (!t.usable()) continue;
+      const Verdict v = judge(config_.task.reward, g.prompt, t);
+      t.reward = v.score;
+      t.correct = v.correct;
+      t.answer = v.answer;
+      t.reason = v.reason;
+    }
+  }
+}
+
+Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
+  const TrainOptions& o = config_.train;
+  std::vector<TrainSample> samples;
+  for (Group& g : groups) {
+    for (Trajectory& t : g.trajectories) {
+      if (!t.usable()) continue;
+      if (o.mask_truncated && t.status == TrajectoryStatus::truncated) std::fill(t.mask.begin(), t.mask.end(), uint8_t{0});
+      TrainSample s;
+      s.index = t.index;
+      s.tokens = t.tokens;
+      s.prompt_length = t.prompt_length;
+      s.mask = t.mask;
+      s.advantage = t.advantage;
+      s.rollout_logprob = t.logprobs;
+      s.old_logprob = t.logprobs;  // the trainer's own, bit for bit: compare() below says so or the run stops
+      s.temperature = config_.rollout.temperature;
+      report_.train_tokens += static_cast<int64_t>(s.tokens.size());
+      samples.push_back(std::move(s));
+    }
+  }
+  if (samples.empty()) return errorf("step {}: no sample can be trained on", state_.step + 1);
+
+  const Stopwatch logprob_watch;
+  if (reference_) {
+    const std::vector<TokenLogprobs> reference = reference_->logprobs(samples);
+    for (size_t i = 0; i < samples.size(); ++i) samples[i].ref_logprob = reference[i].logprob;
+  }
+  // The first optimizer step computes its samples' log-probs under the version that drew them; the others' are computed now.
+  const size_t num_steps = std::min(static_cast<size_t>(o.steps_per_rollout), samples.size());
+  const auto share = [&](size_t k) { return samples.size() * k / num_steps; };
+  std::vector<TokenLogprobs> old;
+  const std::span<const TrainSample> later = std::span(samples).subspan(share(1));
+  if (!later.empty()) {
+    old = policy_->actor().logprobs(later);
+    LOCKSTEP_RETURN_IF_ERROR(compare(later, old));
+  }
+  logprob_seconds_ = logprob_watch.seconds();
+
+  std::vector<StepMetrics> steps;
+  for (size_t k = 0; k < num_steps; ++k) {
+    const std::span<const TrainSample> part = std::span(samples).subspan(share(k), share(k + 1) - share(k));
+    std::vector<TokenLogprobs> seen;
+    Result<StepMetrics> step = policy_->actor().step(part, o.loss, k == 0 ? &seen : nullptr);
+    if (!step) return step.status();
+    steps.push_back(step.take());
+    hooks_.report(label("train"), static_cast<int64_t>(k + 1), static_cast<int64_t>(num_steps));
+    if (k == 0) {
+      LOCKSTEP_RETURN_IF_ERROR(compare(part, seen));
+      old.insert(old.begin(), seen.begin(), seen.end());
+    }
+  }
+
+  add_train_metrics(metrics, steps);
+  metrics.emplace_back("train/step", static_cast<double>(policy_->actor().steps_done()));
+  std::vector<GapSample> gaps;
+  double logprob_sum = 0, entropy_sum = 0, count = 0;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    gaps.push_back({.index = samples[i].index, .rollout = samples[i].rollout_logprob, .old = old[i].logprob, .mask = samples[i].mask});
+    for (size_t t = 0; t < samples[i].mask.size(); ++t) {
+      if (samples[i].mask[t] == 0) continue;
+      logprob_sum += old[i].logprob[t];
+      entropy_sum += old[i].entropy[t];
+      ++count;
+    }
+  }
+  if (count > 0) {
+    metrics.emplace_back("rollout/log_probs", logprob_sum / count);
+    metrics.emplace_back("rollout/entropy", entropy_sum / count);
+  }
+  add_gap_metrics(metrics, gaps);
+  return Status::ok();
+}
+
+Status Loop::compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen) {
+  for (size_t i = 0; i < samples.size(); ++i) {
+    const TrainSample& s = samples[i];
+    for (size_t t = 0; t < s.mask.size(); ++t) {
+      if (s.mask[t] == 0) continue;  // a sample without a trained token is not run
+      ++report_.compared_tokens;
+      const float trained = seen[i].logprob[t], sampled = s.rollout_logprob[t];
+      if (same_bits(trained, sampled)) continue;
+      report_.max_gap = std::max(report_.max_gap, std::abs(static_cast<double>(trained) - sampled));
+      const Mismatch mismatch{.sample_index = s.index,
+                              .tokens = s.tokens,
+                              .prompt_length = s.prompt_length,
+                              .response_token = static_cast<int64_t>(t),
+                              .temperature = s.temperature,
+                              .rollout_logprob = sampled,
+                              .train_logprob = trained};
+      return errorf("step {}: {}", state_.step + 1, diagnose_difference(policy_->context(), policy_->model(), mismatch));
+    }
+  }
+  return Status::ok();
+}
+
+Status Loop::evaluate_now() {
+  std::string records;
+  Result<EvalReport> report =
+      evaluate(*policy_, eval_problems_, config_.task.reward, config_.eval, hooks_, fmt::format("step {} eval", state_.step), &records);
+  if (!report) return report.status();
+  report_.eval_seconds += report.value().seconds;
+  LOCKSTEP_RETURN_IF_ERROR(atomic_write(fmt::format("{}/evals/{}.jsonl", dir_->path(), step_name(state_.step)), records));
+  Metrics metrics = report.value().values(eval_name_);
+  LOCKSTEP_RETURN_IF_ERROR(dir_->append_metrics(metrics_line(state_.step, metrics)));
+  write_timing(JsonLine().add("step", state_.step).add("perf/eval_time", report.value().seconds));
+  hooks_.say(fmt::format("eval at step {}: {}", state_.step, report.value().str()));
+  return Status::ok();
+}
+
+Status Loop::save() {
+  const Stopwatch watch;
+  LOCKSTEP_RETURN_IF_ERROR(save_run(*dir_, *policy_, state_, config_.resolved, config_.run.keep_checkpoints));
+  report_.checkpoint = dir_->checkpoint_path(state_.step);
+  report_.save_seconds += watch.seconds();
+  return Status::ok();
+}
+
+Status Loop::run() {
+  const RunOptions& run = config_.run;
+  const Stopwatch whole;
+  if (state_.step == 0 && run.eval_every > 0) LOCKSTEP_RETURN_IF_ERROR(evaluate_now());
+  while (state_.step < run.steps) {
+    Stopwatch watch;
+    const Actor& actor = policy_->actor();
+    const double forward_before = actor.forward_seconds(), backward_before = actor.backward_seconds(), optimizer_before = actor.optimizer_seconds();
+    const int64_t rollout_before = report_.rollout_tokens, train_before = report_.train_tokens;
+
+    Result<std::vector<Group>> made = rollout();
+    if (!made) return made.status();
+    std::vector<Group>& groups = made.value();
+    const double rollout_s = watch.lap();
+
+    reward(groups);
+    advantage(groups);
+    const double reward_s = watch.lap();
+    if (run.save_rollouts) {
+      std::string records;
+      for (const Group& g : groups) {
+        for (const Trajectory& t : g.trajectories) records += trajectory_json(g, t) + "\n";
+      }
+      LOCKSTEP_RETURN_IF_ERROR(dir_->write_rollouts(state_.step + 1, records));
+    }
+    const double record_s = watch.lap();
+
+    Metrics metrics;
+    metrics.emplace_back("rollout/step", static_cast<double>(state_.step + 1));
+    add_rollout_metrics(metrics, groups);
+    LOCKSTEP_RETURN_IF_ERROR(train(groups, metrics));
+    const double train_s = watch.lap();
+
+    ++state_.step;
+    state_.cursor = task_->cursor();
+    report_.last_step = state_.step;
+    report_.rollout_seconds += rollout_s;
+    report_.reward_seconds += reward_s;
+    report_.train_seconds += train_s;
+    report_.save_seconds += record_s;
+    LOCKSTEP_RETURN_IF_ERROR(dir_->append_metrics(metrics_line(state_.step, metrics)));
+
+    const double rollout_rate = static_cast<double>(report_.rollout_tokens - rollout_before) / rollout_s;
+    const double train_rate = static_cast<double>(report_.train_tokens - train_before) / train_s;
+    const double step_s = watch.seconds();
+    write_timing(JsonLine()
+                     .add("step", state_.step)
+                     .add("perf/step_time", step_s)
+                     .add("perf/rollout_time", rollout_s)
+                     .add("perf/reward_time", reward_s)
+                     .add("perf/train_time", train_s)
+                     .add("perf/log_probs_time", logprob_seconds_)
+                     .add("perf/actor_train_time", train_s - logprob_seconds_)
+                     .add("perf/actor_forward_time", actor.forward_seconds() - forward_before)
+                     .add("perf/actor_backward_time", actor.backward_seconds() - backward_before)
+                     .add("perf/optimizer_time", actor.optimizer_seconds() - optimizer_before)
+                     .add("perf/rollout_tok_per_s", rollout_rate)
+                     .add("perf/actor_train_tok_per_s", train_rate));
+    const double left_s = whole.seconds() / static_cast<double>(state_.step - report_.first_step) * static_cast<double>(run.steps - state_.step);
+    hooks_.say(fmt::format("step {}/{}  reward {:.3f}  acc {:.3f}  length {:.1f}  entropy {:.3f}  loss {:+.4f}  grad {:.3f}  gap {}  "
+                           "rollout {:.0f} tok/s  train {:.0f} tok/s  {:.2f} s, {:.0f} s left",
+                           state_.step, run.steps, find_metric(metrics, "rollout/raw_reward"), find_metric(metrics, "rollout/accuracy"),
+                           find_metric(metrics, "rollout/response_len/mean"), find_metric(metrics, "rollout/entropy"), find_metric(metrics, "train/loss"),
+                           find_metric(metrics, "train/grad_norm"), find_metric(metrics, "gap/logprob_abs_diff_max"), rollout_rate, train_rate, step_s, left_s));
+
+    if (run.eval_every > 0 && state_.step % run.eval_every == 0) LOCKSTEP_RETURN_IF_ERROR(evaluate_now());
+    if (run.checkpoint_every > 0 && state_.step % run.checkpoint_every == 0) LOCKSTEP_RETURN_IF_ERROR(save());
+  }
+  LOCKSTEP_RETURN_IF_ERROR(save());
+  hooks_.say(fmt::format("done: {}", policy_->memory_report()));
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<LoopReport> run_loop(const LoopConfig& config, bool resume, const Hooks& hooks) {
+  Loop loop(config, hooks);
+  LOCKSTEP_RETURN_IF_ERROR(loop.open(resume));
+  hooks.begin();
+  LOCKSTEP_RETURN_IF_ERROR(loop.run());
+  return loop.take_report();
+}
+
+}  // namespace lockstep

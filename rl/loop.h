@@ -1,0 +1,74 @@
+#pragma once
+// The reinforcement learning loop of one process: task -> rollout -> reward -> advantage -> train -> new version -> rollout.
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "rl/advantage.h"
+#include "rl/evaluate.h"
+#include "rl/hooks.h"
+#include "rl/policy.h"
+#include "rl/task.h"
+#include "train/types.h"
+
+namespace lockstep {
+
+struct RunOptions {
+  std::string dir;
+  int64_t seed = 0;
+  int64_t threads = 0;  // 0: one a core
+  int64_t steps = 0;
+  int64_t checkpoint_every = 0;
+  int64_t keep_checkpoints = 2;
+  int64_t eval_every = 0;
+  bool save_rollouts = true;
+};
+
+struct RolloutOptions {
+  int64_t prompts_per_step = 16;
+  int64_t samples_per_prompt = 8;
+  float temperature = 1;
+  int64_t top_k = 0;   // off: see check_train_config
+  float top_p = 1;
+  float min_p = 0;
+  int64_t max_new_tokens = 64;
+  int64_t max_running = 64;
+  int64_t max_batch_tokens = 1024;
+};
+
+struct TrainOptions {
+  LossConfig loss;
+  AdvantageKind advantage = AdvantageKind::grpo;
+  bool mask_truncated = false;
+  int64_t steps_per_rollout = 1;
+  int64_t microbatch_tokens = 4096;
+  bool recompute = false;
+};
+
+struct LoopConfig {
+  RunOptions run;
+  PolicyOptions model;
+  TaskOptions task;
+  RolloutOptions rollout;
+  TrainOptions train;
+  OptimizerConfig optimizer;
+  EvalOptions eval;
+  std::string resolved;  // the settings, for the run directory
+};
+
+// Sums over the steps of this process.
+struct LoopReport {
+  int64_t first_step = 0, last_step = 0;     // steps done: (first_step, last_step]
+  int64_t compared_tokens = 0;               // whose two log-probs were compared
+  double max_gap = 0;                        // largest |trainer - sampler| over all of them
+  int64_t rollout_tokens = 0, train_tokens = 0;
+  double rollout_seconds = 0, reward_seconds = 0, train_seconds = 0, eval_seconds = 0, save_seconds = 0;
+  std::string checkpoint;                    // the newest complete one
+};
+
+Result<LoopReport> run_loop(const LoopConfig& config, bool resume, const Hooks& hooks);
+
+}  // namespace lockstep

@@ -1,0 +1,29 @@
+#pragma once
+// Numbers of a step under the names of rl spec 16, from records alone: the same records give the same bits. Times are kept apart (timing.jsonl).
+// A metric without data is absent.
+
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "rl/records.h"
+#include "train/actor.h"
+#include "train/gap.h"
+
+namespace lockstep {
+
+using Metrics = std::vector<std::pair<std::string, double>>;
+
+// train/: what the optimizer steps of one rollout reported, averaged over them (tokens and micro-batches are summed).
+void add_train_metrics(Metrics& metrics, std::span<const StepMetrics> steps);
+// rollout/ and passrate/, over all generated groups.
+void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups);
+// train/train_rollout_* and gap/: trainer against sampler.
+void add_gap_metrics(Metrics& metrics, std::span<const GapSample> samples);
+
+double find_metric(const Metrics& metrics, const std::string& name);  // NaN when absent
+// One line of metrics.jsonl.
+std::string metrics_line(int64_t step, const Metrics& metrics);
+
+}  // namespace lockstep

@@ -1,0 +1,94 @@
+#pragma once
+// One policy in one process: the model's config, tokenizer, weights and memory, and the two users of the weights, engine and actor. Owns them all;
+// everything else in this room borrows. One thread at a time.
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/context.h"
+#include "io/tokenizer.h"
+#include "model/config.h"
+#include "model/stack.h"
+#include "rollout/engine.h"
+#include "train/actor.h"
+
+namespace lockstep {
+
+struct PolicyOptions {
+  std::string config;     // path of config.json; empty: the one in the checkpoint directory `init`
+  std::string init;       // "random", a checkpoint directory or a safetensors file
+  std::string tokenizer;  // file or directory, "bytes", or empty: beside the checkpoint or config.json, else bytes
+  Numerics numerics = Numerics::bf16;
+};
+
+// What the policy will be used for; decides which parts are made.
+struct PolicyUse {
+  uint64_t seed = 0;            // of random weights
+  int threads = 0;              // 0: one a core
+  EngineOptions engine;         // max_context bounds prompt + response, in sampling and training
+  bool sample = true;           // make an engine
+  bool train = false;           // make an actor
+  OptimizerConfig optimizer;
+  ActorOptions actor;
+};
+
+class Policy {
+ public:
+  // Reads config and tokenizer, reserves memory, loads or draws the weights. Version 0.
+  static Result<std::unique_ptr<Policy>> make(const PolicyOptions& options, const PolicyUse& use);
+
+  Context& context() { return context_.get(); }
+  const ModelConfig& config() const { return config_; }
+  const Tokenizer& tokenizer() const { return *tokenizer_; }
+  const Weights& weights() const { return *weights_; }
+  const Model& model() const { return model_; }
+  Engine& engine() { return *engine_; }  // REQUIRES: use.sample
+  Actor& actor() { return *actor_; }     // REQUIRES: use.train
+  // Bytes that memory has reached, for the start and end lines.
+  std::string memory_report();
+
+  // Files of a checkpoint directory: masters and optimizer of the actor, config.json, tokenizer. Not atomic: rl/checkpoint.h is.
+  Status save(const std::string& directory) const;
+  // Masters and optimizer of the actor; the config must be the same.
+  Status load(const std::string& directory);
+
+ private:
+  explicit Policy(int threads);
+
+  CpuContext context_;
+  ModelConfig config_;
+  std::unique_ptr<Tokenizer> tokenizer_;
+  std::unique_ptr<Arena> weights_arena_, rope_arena_, state_arena_;
+  std::unique_ptr<Weights> weights_;
+  Model model_;
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Actor> actor_;
+};
+
+// The frozen initial policy of a KL term: weights of their own, on the same context.
+class ReferencePolicy {
+ public:
+  // The same weights that Policy::make starts from.
+  static Result<std::unique_ptr<ReferencePolicy>> make(Policy& policy, const PolicyOptions& options, const PolicyUse& use);
+  std::vector<TokenLogprobs> logprobs(std::span<const TrainSample> samples) { return actor_->logprobs(samples); }
+
+ private:
+  ReferencePolicy() = default;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Weights> weights_;
+  std::unique_ptr<Actor> actor_;
+};
+
+// One config.json and tokenizer, found as `options` says.
+Result<ModelConfig> find_model_config(const PolicyOptions& options);
+Result<std::unique_ptr<Tokenizer>> find_tokenizer(const PolicyOptions& options);
+
+// What the model is given for a prompt: the begin token, then the ids of the text.
+Result<std::vector<int32_t>> prompt_tokens(const Tokenizer& tokenizer, const std::string& text);
+// The text of a response: its ids without a final end token.
+std::string response_text(const Tokenizer& tokenizer, std::span<const int32_t> response);
+
+}  // namespace lockstep

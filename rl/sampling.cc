@@ -1,0 +1,62 @@
+#include "rl/sampling.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "rl/policy.h"
+
+namespace lockstep {
+
+Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label) {
+  CHECK(engine.idle(), "the engine still works on earlier requests");
+  int64_t expected = 0;
+  for (const Request& r : requests) {
+    if (Status status = engine.submit(r); !status) {
+      engine.abort_all();
+      (void)engine.take_finished();
+      return errorf("prompt {}: {}", r.prompt_id, status.message());
+    }
+    expected += r.num_samples;
+  }
+  std::vector<Completion> done;
+  done.reserve(static_cast<size_t>(expected));
+  const int64_t tokens_before = engine.stats().decode_tokens;
+  while (engine.step()) {
+    for (Completion& c : engine.take_finished()) done.push_back(std::move(c));
+    hooks.report(label, static_cast<int64_t>(done.size()), expected, static_cast<double>(engine.stats().decode_tokens - tokens_before), "tokens");
+  }
+  for (Completion& c : engine.take_finished()) done.push_back(std::move(c));
+  CHECK(static_cast<int64_t>(done.size()) == expected, "{} completions of {} samples", done.size(), expected);
+  std::sort(done.begin(), done.end(), [](const Completion& a, const Completion& b) {
+    return std::tie(a.prompt_id, a.sample_idx) < std::tie(b.prompt_id, b.sample_idx);
+  });
+  return done;
+}
+
+Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, int64_t samples_per_prompt, const Tokenizer& tokenizer,
+                           int64_t vocab_size) {
+  Trajectory t;
+  t.group_index = prompt.id;
+  t.index = prompt.id * samples_per_prompt + completion.sample_idx;
+  t.tokens = prompt.tokens;
+  t.tokens.insert(t.tokens.end(), completion.tokens.begin(), completion.tokens.end());
+  t.prompt_length = static_cast<int64_t>(prompt.tokens.size());
+  t.mask.assign(completion.tokens.size(), 1);
+  t.logprobs = completion.logprobs;
+  t.versions = completion.versions;
+  t.text = response_text(tokenizer, completion.tokens);
+  switch (completion.reason) {
+    case FinishReason::stop: t.status = TrajectoryStatus::completed; break;
+    case FinishReason::length: t.status = TrajectoryStatus::truncated; break;
+    case FinishReason::abort: t.status = TrajectoryStatus::aborted; break;
+  }
+  if (t.usable()) {
+    if (const Status valid = check_trajectory(t, vocab_size); !valid) {
+      t.status = TrajectoryStatus::failed;
+      t.failure = valid.message();
+    }
+  }
+  return t;
+}
+
+}  // namespace lockstep

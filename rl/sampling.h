@@ -1,0 +1,22 @@
+#pragma once
+// Requests to completions: drives the engine until all are finished. Completions to trajectories: here the engine's words become the loop's.
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/tokenizer.h"
+#include "rl/hooks.h"
+#include "rl/records.h"
+#include "rollout/engine.h"
+
+namespace lockstep {
+
+// Ordered by (prompt id, sample index), whatever the order of finishing was. The engine must be idle before, and is after.
+Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label);
+
+// Everything is trained until a later stage says otherwise. A record that breaks a rule of check_trajectory comes back as failed.
+Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, int64_t samples_per_prompt, const Tokenizer& tokenizer,
+                           int64_t vocab_size);
+
+}  // namespace lockstep

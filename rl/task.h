@@ -1,0 +1,60 @@
+#pragma once
+// What is asked and how answers are judged: data files to prompts, prompts in the order of a run, and the grader that a run has chosen.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/status.h"
+#include "io/jsonl.h"
+#include "io/tokenizer.h"
+#include "rl/order.h"
+#include "rl/records.h"
+#include "rl/reward.h"
+
+namespace lockstep {
+
+struct TaskOptions {
+  std::string train_file, eval_file;
+  RewardKind reward = RewardKind::math;
+  int64_t max_prompt_tokens = 256;  // the begin token counts
+  float max_bad_rows = 0;           // share of unreadable rows that is tolerated
+};
+
+struct TaskCounts {
+  int64_t rows = 0;               // usable
+  int64_t bad_rows = 0;
+  int64_t overlong_prompts = 0;   // dropped
+  int64_t duplicate_prompts = 0;  // kept
+};
+
+// The usable rows of `path` as prompts, in the file's order; `row` counts them, ids are 0. Errors: too many bad rows, none left.
+Result<std::vector<Prompt>> load_prompts(const std::string& path, const Tokenizer& tokenizer, const TaskOptions& options, TaskCounts* counts);
+
+// Bad rows up to the tolerated share are counted; more are an error that lists them.
+Status check_bad_rows(const PromptFile& file, float max_bad_rows);
+
+// Hands out prompts, in a fresh permutation every epoch; each gets the next id of the run.
+class Task {
+ public:
+  Task(std::vector<Prompt> prompts, uint64_t seed);
+  Prompt next();
+  const OrderCursor& cursor() const { return order_.cursor(); }
+  void restore(const OrderCursor& cursor) { order_.restore(cursor); }
+  int64_t num_prompts() const { return order_.count(); }
+
+ private:
+  std::vector<Prompt> prompts_;
+  EpochOrder order_;
+};
+
+struct Verdict {
+  float score = 0;       // what training uses
+  bool correct = false;  // what accuracy and pass@k use
+  std::string answer;    // what the grader took for the answer, "" for none
+  std::string reason;
+};
+// Total: any response gets a verdict.
+Verdict judge(RewardKind kind, const Prompt& prompt, const Trajectory& trajectory);
+
+}  // namespace lockstep

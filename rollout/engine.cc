@@ -1,0 +1,279 @@
+#include "rollout/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <span>
+#include <utility>
+
+#include "model/batch.h"
+#include "model/state.h"
+#include "ops/matmul/matmul.h"
+#include "ops/sample/sample.h"
+#include "rollout/pages.h"
+#include "rollout/scheduler.h"
+
+namespace lockstep {
+
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+int64_t page_count(const EngineOptions& o, int64_t page_tokens) {
+  // The prompt that waits for its samples has a slot beside the running ones (scheduler.h), so it is given pages like one more sample.
+  const int64_t per_sequence = (o.max_context + page_tokens - 1) / page_tokens;
+  const int64_t pages = o.num_pages > 0 ? o.num_pages : (o.max_running + 1) * per_sequence;
+  CHECK(pages > per_sequence, "{} pages of {} positions: a context of {} may need {}", pages, page_tokens, o.max_context, per_sequence + 1);
+  return pages;
+}
+
+}  // namespace
+
+struct Engine::Impl {
+  struct Active {
+    Request request;
+    int32_t started = 0, finished = 0;  // samples
+  };
+  struct Running {
+    Active* active = nullptr;  // nullptr: no sample has this slot
+    Completion completion;
+  };
+
+  Impl(Context& c, const Model& model, const EngineOptions& options, Arena& arena)
+      : c(c), model(model), config(model.weights->config()), options(options), page_tokens(default_page_tokens(config)),
+        num_pages(page_count(options, page_tokens)), pages(options.max_running + 1, num_pages, page_tokens, options.max_context),
+        scheduler(pages, options.max_running, options.max_batch_tokens),
+        state(config, model.weights->numerics(), options.max_running + 1, num_pages, page_tokens, arena), builder(config, page_tokens),
+        kept_hidden(arena.tensor(model.weights->dtype(), {1, config.hidden_size}, "engine.kept_hidden")) {
+    CHECK(options.max_context <= config.max_positions && options.max_context <= model.rope.window.rows(),
+          "a context of {} for a model of {} positions with rotations for {}", options.max_context, config.max_positions, model.rope.window.rows());
+    const size_t sequences = static_cast<size_t>(options.max_running + 1);
+    running.resize(sequences);
+    rows.reserve(sequences);
+    params.reserve(sequences);
+  }
+
+  Status submit(Request request);
+  bool step();
+  void abort_all();
+
+  static Completion new_completion(const Active& active, int32_t sample) {
+    Completion completion;
+    completion.prompt_id = active.request.prompt_id;
+    completion.sample_idx = active.request.first_sample + sample;
+    return completion;
+  }
+  TensorView run_forward(const Plan& plan);
+  void start(const PlannedDraw& draw);
+  SampleParams sample_params(const Running& r) const;
+  void append(int32_t slot, int32_t token, float logprob);
+  void finish(Running& r, FinishReason reason);
+
+  Context& c;
+  const Model& model;
+  const ModelConfig& config;
+  const EngineOptions options;
+  const int64_t page_tokens, num_pages;
+  Pages pages;
+  Scheduler scheduler;
+  StatePool state;
+  BatchBuilder builder;
+  TensorView kept_hidden;  // [1, D] the last hidden row of the prompt that waits for its samples (Plan::keep)
+
+  std::map<int64_t, Active> requests;  // unfinished, by order of submission
+  int64_t next_request = 0;
+  int64_t state_version = -1;  // of the weights that wrote the state in use
+  std::vector<Running> running;  // by slot
+  std::vector<Completion> done;
+  EngineStats stats;
+
+  // Kept for their capacity.
+  std::vector<SequenceRows> rows;
+  std::vector<SampleParams> params;
+};
+
+Status Engine::Impl::submit(Request request) {
+  const SamplingOptions& s = request.sampling;
+  const int64_t prompt_tokens = static_cast<int64_t>(request.prompt.size());
+  const auto in_vocabulary = [&](int32_t id) { return id >= 0 && id < config.vocab_size; };
+  if (request.prompt.empty()) return errorf("prompt {}: the prompt is empty; it needs at least one token", request.prompt_id);
+  for (size_t i = 0; i < request.prompt.size(); ++i)
+    if (!in_vocabulary(request.prompt[i]))
+      return errorf("prompt {}: token {} at position {} is outside the vocabulary of {}", request.prompt_id, request.prompt[i], i, config.vocab_size);
+  if (request.num_samples < 1 || request.first_sample < 0 || request.num_samples - 1 > std::numeric_limits<int32_t>::max() - request.first_sample)
+    return errorf("prompt {}: {} samples from index {}; at least one sample and indices from 0 are needed", request.prompt_id, request.num_samples,
+                  request.first_sample);
+  if (s.max_new_tokens < 1 || s.min_new_tokens < 0 || s.min_new_tokens > s.max_new_tokens)
+    return errorf("prompt {}: min_new_tokens {} and max_new_tokens {}; wanted 0 <= min <= max and max >= 1", request.prompt_id, s.min_new_tokens,
+                  s.max_new_tokens);
+  if (s.max_new_tokens > options.max_context - prompt_tokens)
+    return errorf("prompt {}: {} prompt tokens and max_new_tokens {} exceed the context of {}", request.prompt_id, prompt_tokens, s.max_new_tokens,
+                  options.max_context);
+  if (!(std::isfinite(s.temperature) && s.temperature >= 0.0f))
+    return errorf("prompt {}: temperature {}; wanted a finite number >= 0 (0 is greedy)", request.prompt_id, s.temperature);
+  if (!(s.top_p > 0.0f && s.top_p <= 1.0f)) return errorf("prompt {}: top_p {}; wanted 0 < top_p <= 1 (1 is off)", request.prompt_id, s.top_p);
+  if (!(s.min_p >= 0.0f && s.min_p <= 1.0f)) return errorf("prompt {}: min_p {}; wanted 0 <= min_p <= 1 (0 is off)", request.prompt_id, s.min_p);
+  for (int32_t id : s.stop_ids)
+    if (!in_vocabulary(id)) return errorf("prompt {}: stop id {} is outside the vocabulary of {}", request.prompt_id, id, config.vocab_size);
+  if (s.min_new_tokens > 0 && s.stop_ids.size() > 1)
+    return errorf("prompt {}: min_new_tokens {} with {} stop ids; at most one can be held back", request.prompt_id, s.min_new_tokens,
+                  s.stop_ids.size());
+
+  const int64_t id = next_request++;
+  scheduler.submit({.request = id, .prompt_tokens = prompt_tokens, .max_new_tokens = s.max_new_tokens, .num_samples = request.num_samples});
+  requests.emplace(id, Active{.request = std::move(request)});
+  return Status::ok();
+}
+
+// Runs the plan's rows and returns the hidden row of every draw, [draws, D].
+TensorView Engine::Impl::run_forward(const Plan& plan) {
+  rows.clear();
+  for (const PlannedRows& r : plan.rows) {
+    std::span<const int32_t> tokens;
+    if (r.prompt) {
+      tokens = std::span(requests.at(r.request).request.prompt).subspan(static_cast<size_t>(r.first_position), static_cast<size_t>(r.count));
+      stats.prefill_tokens += r.count;
+    } else {
+      tokens = std::span(running[static_cast<size_t>(r.slot)].completion.tokens).last(1);
+    }
+    const size_t covering = static_cast<size_t>(pages.pages_for(r.first_position + r.count));
+    rows.push_back({.tokens = tokens, .first_position = r.first_position, .slot = r.slot, .pages = pages.pages(r.slot).first(covering)});
+  }
+
+  const int64_t num_draws = static_cast<int64_t>(plan.draws.size());
+  TensorView drawn = c.workspace->tensor(kept_hidden.dtype, {num_draws, config.hidden_size}, "engine.drawn");
+  TensorView hidden;
+  ArenaScope scope(*c.workspace);
+  if (!rows.empty()) hidden = forward(c, model, builder.build(*c.workspace, rows, WantedRows::last_of_each), state, nullptr);
+
+  // Samples that start on the same prompt draw from equal copies of its row. The kept row is read before it is replaced.
+  const size_t row_bytes = kept_hidden.bytes();
+  for (int64_t i = 0; i < num_draws; ++i) {
+    const int32_t from = plan.draws[static_cast<size_t>(i)].rows;
+    std::memcpy(drawn.slice(i, 1).data, from >= 0 ? hidden.slice(from, 1).data : kept_hidden.data, row_bytes);
+  }
+  if (plan.keep >= 0) std::memcpy(kept_hidden.data, hidden.slice(plan.keep, 1).data, row_bytes);
+  return drawn;
+}
+
+void Engine::Impl::start(const PlannedDraw& draw) {
+  Active& active = requests.at(draw.request);
+  if (draw.copy_from >= 0) {
+    state.copy_slot(draw.slot, draw.copy_from);
+    if (draw.page.to >= 0) state.copy_page(draw.page.to, draw.page.from);
+    stats.shared_prompt_tokens += static_cast<int64_t>(active.request.prompt.size());
+  }
+  ++active.started;
+  Running& r = running[static_cast<size_t>(draw.slot)];
+  r.active = &active;
+  r.completion = new_completion(active, draw.sample);
+  const size_t most = static_cast<size_t>(active.request.sampling.max_new_tokens);
+  r.completion.tokens.reserve(most);
+  r.completion.logprobs.reserve(most);
+  r.completion.versions.reserve(most);
+}
+
+SampleParams Engine::Impl::sample_params(const Running& r) const {
+  const Request& request = r.active->request;
+  const SamplingOptions& s = request.sampling;
+  const size_t t = r.completion.tokens.size();
+  SampleParams p;
+  p.temperature = s.temperature;
+  p.top_p = s.top_p;
+  p.min_p = s.min_p;
+  p.top_k = s.top_k;
+  if (static_cast<int64_t>(t) < s.min_new_tokens && !s.stop_ids.empty()) p.forbid = s.stop_ids[0];
+  p.seed = request.seed;
+  p.prompt_id = request.prompt_id;
+  p.sample_idx = static_cast<uint32_t>(r.completion.sample_idx);
+  p.position = static_cast<uint32_t>(request.prompt.size() + t);
+  return p;
+}
+
+void Engine::Impl::finish(Running& r, FinishReason reason) {
+  Active& active = *r.active;
+  r.completion.reason = reason;
+  done.push_back(std::move(r.completion));
+  r = Running();
+  ++active.finished;
+  ++stats.finished;
+}
+
+void Engine::Impl::append(int32_t slot, int32_t token, float logprob) {
+  Running& r = running[static_cast<size_t>(slot)];
+  const SamplingOptions& s = r.active->request.sampling;
+  r.completion.tokens.push_back(token);
+  r.completion.logprobs.push_back(logprob);
+  r.completion.versions.push_back(static_cast<int32_t>(state_version));
+  ++stats.decode_tokens;
+  const bool stop = std::find(s.stop_ids.begin(), s.stop_ids.end(), token) != s.stop_ids.end();
+  if (!stop && static_cast<int64_t>(r.completion.tokens.size()) < s.max_new_tokens) return;
+  finish(r, stop ? FinishReason::stop : FinishReason::length);
+  scheduler.finish(slot);
+}
+
+bool Engine::Impl::step() {
+  if (scheduler.idle()) return false;
+  const int64_t version = model.weights->version();
+  if (pages.free_slots() == pages.num_slots()) state_version = version;
+  CHECK(version == state_version, "weights went from version {} to {} while samples were running", state_version, version);
+
+  const Plan& plan = scheduler.next();
+  const int64_t num_draws = static_cast<int64_t>(plan.draws.size());
+  ArenaScope scope(*c.workspace);
+
+  const auto forward_start = std::chrono::steady_clock::now();
+  TensorView drawn = run_forward(plan);
+  TensorView logits = c.workspace->tensor(DType::f32, {num_draws, config.vocab_size}, "engine.logits");
+  if (num_draws > 0) matmul(c, logits, drawn, model.weights->tensors().head);
+  stats.forward_seconds += seconds_since(forward_start);
+
+  const auto sample_start = std::chrono::steady_clock::now();
+  params.clear();
+  for (const PlannedDraw& d : plan.draws) {
+    if (d.first) start(d);
+    params.push_back(sample_params(running[static_cast<size_t>(d.slot)]));
+  }
+  TensorView token = c.workspace->tensor(DType::i32, {num_draws}, "engine.token");
+  TensorView logprob = c.workspace->tensor(DType::f32, {num_draws}, "engine.logprob");
+  if (num_draws > 0) sample(c, token, logprob, logits, params.data());
+  for (int64_t i = 0; i < num_draws; ++i) {
+    const PlannedDraw& d = plan.draws[static_cast<size_t>(i)];
+    append(d.slot, token.ptr<int32_t>()[i], logprob.ptr<float>()[i]);
+    const auto active = requests.find(d.request);
+    if (active->second.finished == active->second.request.num_samples) requests.erase(active);
+  }
+  stats.sample_seconds += seconds_since(sample_start);
+  ++stats.steps;
+  return true;
+}
+
+void Engine::Impl::abort_all() {
+  for (Running& r : running)
+    if (r.active != nullptr) finish(r, FinishReason::abort);
+  for (const auto& [id, active] : requests)
+    for (int32_t s = active.started; s < active.request.num_samples; ++s) {
+      done.push_back(new_completion(active, s));
+      done.back().reason = FinishReason::abort;
+      ++stats.finished;
+    }
+  requests.clear();
+  scheduler.clear();
+}
+
+Engine::Engine(Context& c, const Model& model, const EngineOptions& options, Arena& arena)
+    : impl_(std::make_unique<Impl>(c, model, options, arena)) {}
+Engine::~Engine() = default;
+Status Engine::submit(Request request) { return impl_->submit(std::move(request)); }
+bool Engine::step() { return impl_->step(); }
+bool Engine::idle() const { return impl_->scheduler.idle(); }
+std::vector<Completion> Engine::take_finished() { return std::exchange(impl_->done, {}); }
+void Engine::abort_all() { impl_->abort_all(); }
+const EngineStats& Engine::stats() const { return impl_->stats; }
+
+}  // namespace lockstep

@@ -1,0 +1,121 @@
+#include "rollout/scheduler.h"
+
+#include <algorithm>
+
+#include "core/status.h"
+
+namespace lockstep {
+
+Scheduler::Scheduler(Pages& pages, int64_t max_running, int64_t max_batch_tokens)
+    : pages_(pages), max_running_(max_running), max_batch_tokens_(max_batch_tokens) {
+  CHECK(max_running >= 1 && max_batch_tokens >= 1, "{} running samples, {} rows a forward", max_running, max_batch_tokens);
+  CHECK(pages.num_slots() > max_running, "{} running samples need {} slots, there are {}", max_running, max_running + 1, pages.num_slots());
+  const size_t sequences = static_cast<size_t>(max_running + 1);
+  prompts_.reserve(sequences);
+  samples_.reserve(sequences);
+  plan_.rows.reserve(sequences);
+  plan_.draws.reserve(sequences);
+}
+
+void Scheduler::submit(const Work& work) {
+  const int64_t most = (work.prompt_tokens + work.max_new_tokens + pages_.page_tokens() - 1) / pages_.page_tokens() + 1;
+  CHECK(work.prompt_tokens >= 1 && work.max_new_tokens >= 1 && work.num_samples >= 1, "request {}: {} prompt tokens, {} new tokens, {} samples",
+        work.request, work.prompt_tokens, work.max_new_tokens, work.num_samples);
+  CHECK(most <= pages_.num_pages(), "request {} of {} + {} tokens may need {} pages of {}, there are {}", work.request, work.prompt_tokens,
+        work.max_new_tokens, most, pages_.page_tokens(), pages_.num_pages());
+  waiting_.push_back(work);
+}
+
+bool Scheduler::admit_sample(Prompt& prompt) {
+  if (static_cast<int64_t>(samples_.size()) == max_running_) return false;
+  const Work& work = prompt.work;
+  const int64_t positions = work.prompt_tokens + work.max_new_tokens;
+  Sample s{.request = work.request, .sample = prompt.admitted, .position = work.prompt_tokens, .page = {}};
+  if (prompt.admitted + 1 == work.num_samples) {
+    if (!pages_.extend(prompt.slot, positions)) return false;
+    s.slot = prompt.slot;
+  } else {
+    const Fork fork = pages_.fork(prompt.slot, work.prompt_tokens, positions);
+    if (fork.slot < 0) return false;
+    s.slot = fork.slot;
+    s.copy_from = prompt.slot;
+    s.page = fork.page;
+  }
+  samples_.push_back(s);
+  ++prompt.admitted;
+  return true;
+}
+
+void Scheduler::admit() {
+  for (;;) {
+    if (prompts_.empty() || prompts_.back().complete()) {
+      if (waiting_.empty()) return;
+      const int32_t slot = pages_.open(waiting_.front().prompt_tokens);
+      if (slot < 0) return;
+      prompts_.push_back({.work = waiting_.front(), .slot = slot});
+      waiting_.pop_front();
+    }
+    while (!prompts_.back().complete())
+      if (!admit_sample(prompts_.back())) return;
+  }
+}
+
+const Plan& Scheduler::next() {
+  admit();
+  plan_.rows.clear();
+  plan_.draws.clear();
+  plan_.keep = -1;
+  int64_t left = max_batch_tokens_;
+
+  // Rows of running samples, then of prompts. When the budget is smaller than the number of running samples the oldest go first.
+  for (Sample& s : samples_) {
+    if (!s.started || left == 0) break;
+    const int32_t rows = static_cast<int32_t>(plan_.rows.size());
+    plan_.rows.push_back({.request = s.request, .slot = s.slot, .prompt = false, .first_position = s.position, .count = 1});
+    plan_.draws.push_back({.request = s.request, .sample = s.sample, .slot = s.slot, .rows = rows, .first = false, .copy_from = -1, .page = {}});
+    ++s.position;
+    --left;
+  }
+  for (Prompt& p : prompts_) {
+    p.rows = -1;
+    const int64_t count = std::min(left, p.work.prompt_tokens - p.done);
+    if (count == 0) continue;
+    p.rows = static_cast<int32_t>(plan_.rows.size());
+    plan_.rows.push_back({.request = p.work.request, .slot = p.slot, .prompt = true, .first_position = p.done, .count = count});
+    p.done += count;
+    left -= count;
+  }
+
+  // First draws. Samples and prompts are in the same order, and prompts are run in that order.
+  auto prompt = prompts_.begin();
+  for (Sample& s : samples_) {
+    if (s.started) continue;
+    while (prompt->work.request != s.request) ++prompt;
+    if (!prompt->ran()) break;
+    plan_.draws.push_back({.request = s.request, .sample = s.sample, .slot = s.slot, .rows = prompt->rows, .first = true, .copy_from = s.copy_from,
+                           .page = s.page});
+    s.started = true;
+  }
+  if (!prompts_.empty() && prompts_.back().ran() && !prompts_.back().complete()) plan_.keep = prompts_.back().rows;
+  std::erase_if(prompts_, [](const Prompt& p) { return p.ran() && p.complete(); });
+  return plan_;
+}
+
+void Scheduler::finish(int32_t slot) {
+  const auto s = std::find_if(samples_.begin(), samples_.end(), [&](const Sample& x) { return x.slot == slot; });
+  CHECK(s != samples_.end() && s->started, "slot {} belongs to no running sample", slot);
+  samples_.erase(s);
+  pages_.close(slot);
+}
+
+void Scheduler::clear() {
+  // A prompt that is complete is held by its last sample.
+  for (const Sample& s : samples_) pages_.close(s.slot);
+  for (const Prompt& p : prompts_)
+    if (!p.complete()) pages_.close(p.slot);
+  waiting_.clear();
+  prompts_.clear();
+  samples_.clear();
+}
+
+}  // namespace lockstep

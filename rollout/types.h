@@ -1,0 +1,42 @@
+#pragma once
+// What the engine takes and gives. Belongs to this room alone; rl/ converts.
+
+#include <cstdint>
+#include <vector>
+
+namespace lockstep {
+
+struct SamplingOptions {
+  float temperature = 1.0f;  // 0: greedy
+  float top_p = 1.0f;        // 1: off
+  float min_p = 0.0f;        // 0: off
+  int32_t top_k = 0;         // <= 0: off
+  int64_t max_new_tokens = 64;
+  int64_t min_new_tokens = 0;      // stop ids are not drawn before this many tokens (needs at most one stop id)
+  std::vector<int32_t> stop_ids;   // usually the eos id; the stop token is part of the response
+};
+
+// n samples of one prompt. They share the prompt's prefill.
+struct Request {
+  uint64_t prompt_id = 0;            // names the prompt in the run: keys the random numbers
+  std::vector<int32_t> prompt;       // token ids, at least one
+  int32_t num_samples = 1;
+  int32_t first_sample = 0;          // sample indices first_sample .. first_sample + num_samples - 1
+  uint64_t seed = 0;
+  SamplingOptions sampling;
+};
+
+enum class FinishReason : uint8_t { stop, length, abort };
+const char* finish_reason_name(FinishReason reason);
+
+// Example: prompt_id 7, sample_idx 3, tokens {12, 9, 1}, logprobs {-0.2, -1.1, -0.01}, versions {4, 4, 4}, reason stop.
+struct Completion {
+  uint64_t prompt_id = 0;
+  int32_t sample_idx = 0;
+  std::vector<int32_t> tokens;    // response, the stop token included
+  std::vector<float> logprobs;    // log of the probability each token was drawn with
+  std::vector<int32_t> versions;  // policy version of each token
+  FinishReason reason = FinishReason::length;
+};
+
+}  // namespace lockstep

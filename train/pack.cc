@@ -1,0 +1,38 @@
+#include "train/pack.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/status.h"
+
+namespace lockstep {
+
+std::vector<MicroBatch> pack(std::span<const int64_t> rows, int64_t max_rows) {
+  CHECK_GT(max_rows, 0);
+  std::vector<int32_t> order(rows.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return rows[a] > rows[b]; });
+
+  std::vector<MicroBatch> batches;
+  size_t first_open = 0;  // batches before it are full to the last row, which long lists of equal lengths make common
+  for (const int32_t i : order) {
+    CHECK_GE(rows[i], 0);
+    while (first_open < batches.size() && batches[first_open].rows >= max_rows) ++first_open;
+    size_t b = first_open;
+    while (b < batches.size() && batches[b].rows + rows[i] > max_rows) ++b;
+    if (b == batches.size()) batches.emplace_back();
+    batches[b].samples.push_back(i);
+    batches[b].rows += rows[i];
+  }
+  for (MicroBatch& b : batches) std::sort(b.samples.begin(), b.samples.end());
+  return batches;
+}
+
+std::vector<int32_t> canonical_order(std::span<const TrainSample> samples) {
+  std::vector<int32_t> order(samples.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return samples[a].index < samples[b].index; });
+  return order;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,27 @@
+#pragma once
+// Samples to micro-batches: which sequences run together in one forward. Pure; the same input always gives the same packing.
+//
+// A sample of T tokens costs T - 1 rows, because the forward of its last token predicts nothing that is trained (rl spec 2).
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "train/types.h"
+
+namespace lockstep {
+
+struct MicroBatch {
+  std::vector<int32_t> samples;  // places in the packed list, ascending
+  int64_t rows = 0;
+};
+
+// Longest first, each into the first micro-batch where it still fits (ties by place in the list). A sample longer than max_rows forms its own.
+std::vector<MicroBatch> pack(std::span<const int64_t> rows, int64_t max_rows);
+
+inline int64_t trained_rows(const TrainSample& sample) { return static_cast<int64_t>(sample.tokens.size()) - 1; }
+
+// Places of `samples` in canonical order: ascending index, equal ones by place.
+std::vector<int32_t> canonical_order(std::span<const TrainSample> samples);
+
+}  // namespace lockstep

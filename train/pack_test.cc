@@ -1,0 +1,80 @@
+// Every sample is packed once, no micro-batch goes over the budget unless one sample alone does, and the packing is a function of the lengths.
+
+#include "train/pack.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "core/rng.h"
+
+namespace lockstep {
+namespace {
+
+TEST(Pack, LongestFirstIntoTheFirstBatchWithRoom) {
+  const std::vector<int64_t> rows = {3, 9, 4, 6, 1};
+  const auto batches = pack(rows, 10);
+  ASSERT_EQ(batches.size(), 3u);
+  EXPECT_EQ(batches[0].samples, (std::vector<int32_t>{1, 4}));  // 9, then 1 fills it
+  EXPECT_EQ(batches[1].samples, (std::vector<int32_t>{2, 3}));  // 6 + 4
+  EXPECT_EQ(batches[2].samples, (std::vector<int32_t>{0}));
+  EXPECT_EQ(batches[0].rows, 10);
+  EXPECT_EQ(batches[1].rows, 10);
+  EXPECT_EQ(batches[2].rows, 3);
+}
+
+TEST(Pack, OverlongSampleFormsItsOwn) {
+  const std::vector<int64_t> rows = {2, 50, 2};
+  const auto batches = pack(rows, 10);
+  ASSERT_EQ(batches.size(), 2u);
+  EXPECT_EQ(batches[0].samples, (std::vector<int32_t>{1}));
+  EXPECT_EQ(batches[0].rows, 50);
+  EXPECT_EQ(batches[1].samples, (std::vector<int32_t>{0, 2}));
+}
+
+TEST(Pack, NothingGivesNothing) { EXPECT_TRUE(pack({}, 10).empty()); }
+
+TEST(Pack, KeepsEveryTokenExactlyOnceWithinTheBudget) {
+  Philox rng(7, RngPurpose::test);
+  for (int trial = 0; trial < 200; ++trial) {
+    std::vector<int64_t> rows(rng.below(60));
+    for (int64_t& r : rows) r = 1 + rng.below(40);
+    const int64_t budget = 1 + rng.below(100);
+    const auto batches = pack(rows, budget);
+    std::vector<int> seen(rows.size(), 0);
+    for (const MicroBatch& b : batches) {
+      ASSERT_FALSE(b.samples.empty());
+      EXPECT_TRUE(std::is_sorted(b.samples.begin(), b.samples.end()));
+      int64_t sum = 0;
+      for (int32_t i : b.samples) {
+        ++seen[static_cast<size_t>(i)];
+        sum += rows[static_cast<size_t>(i)];
+      }
+      EXPECT_EQ(sum, b.rows);
+      EXPECT_TRUE(sum <= budget || b.samples.size() == 1) << sum << " rows of " << budget;
+    }
+    EXPECT_EQ(seen, std::vector<int>(rows.size(), 1));
+    // No two micro-batches could have been one.
+    for (size_t a = 0; a < batches.size(); ++a)
+      for (size_t b = a + 1; b < batches.size(); ++b) EXPECT_GT(batches[a].rows + batches[b].rows, budget);
+  }
+}
+
+TEST(Pack, LastTokenOfASequenceIsNotRun) {
+  TrainSample s;
+  s.tokens = {5, 6, 7, 8};
+  s.prompt_length = 1;
+  EXPECT_EQ(trained_rows(s), 3);
+}
+
+TEST(Pack, CanonicalOrderIsByIndexThenPlace) {
+  std::vector<TrainSample> samples(4);
+  samples[0].index = 7;
+  samples[1].index = 2;
+  samples[2].index = 7;
+  samples[3].index = -1;
+  EXPECT_EQ(canonical_order(samples), (std::vector<int32_t>{3, 1, 0, 2}));
+}
+
+}  // namespace
+}  // namespace lockstep
