@@ -41,9 +41,10 @@ int generate_command(const GenerateArgs& args);
 
 struct MakeTaskArgs {
   std::string directory;
-  std::string kind = "arithmetic";
   int64_t seed = 0;
-  int64_t num_train = 0, num_held_out = 0, num_sft = 0;
+  int64_t num_train = 4000, num_eval = 200, num_sft = 4000;
+  int difficulty_min = 1, difficulty_max = 3;
+  std::string families;  // separated by commas; empty: all
 };
 int make_task_command(const MakeTaskArgs& args);
 

@@ -64,12 +64,15 @@ int run(int argc, char** argv) {
   g->callback([&] { exit_code = generate_command(generate); });
 
   MakeTaskArgs make_task;
-  CLI::App* m = app.add_subcommand("make-task", "Write the files of a generated task: training and held-out problems, worked examples");
+  CLI::App* m = app.add_subcommand("make-task", "Write an arithmetic task: training and held-out problems, worked examples, tokenizer");
   m->add_option("DIR", make_task.directory, "Where train.jsonl, eval.jsonl, sft.jsonl and the tokenizer go")->required();
   m->add_option("--seed", make_task.seed, "Other seeds draw other problems");
-  m->add_option("--train", make_task.num_train, "Training problems")->check(CLI::PositiveNumber);
-  m->add_option("--eval", make_task.num_held_out, "Held-out problems, none of which is in the training file")->check(CLI::PositiveNumber);
-  m->add_option("--sft", make_task.num_sft, "Worked examples")->check(CLI::PositiveNumber);
+  m->add_option("--train", make_task.num_train, "Training problems")->check(CLI::PositiveNumber)->capture_default_str();
+  m->add_option("--eval", make_task.num_eval, "Held-out problems, none of which is in the other files")->check(CLI::PositiveNumber)->capture_default_str();
+  m->add_option("--sft", make_task.num_sft, "Worked examples")->check(CLI::PositiveNumber)->capture_default_str();
+  m->add_option("--difficulty-min", make_task.difficulty_min, "Easiest problems; 1 is mostly one digit")->check(CLI::Range(1, 3))->capture_default_str();
+  m->add_option("--difficulty-max", make_task.difficulty_max, "Hardest problems; 3 is three digits")->check(CLI::Range(1, 3))->capture_default_str();
+  m->add_option("--families", make_task.families, "Kinds of problems, separated by commas: add subtract multiply remainder gcd linear max mixed (all)");
   m->callback([&] { exit_code = make_task_command(make_task); });
 
   std::string inspected;

@@ -8,7 +8,6 @@
 #include <sstream>
 #include <type_traits>
 
-#include <fmt/format.h>
 #include <toml++/toml.h>
 
 #include "io/file.h"
@@ -34,7 +33,7 @@ constexpr Choice choice(std::span<const std::string_view> words) {
 // In the order of their enums.
 constexpr std::string_view kNumericsWords[] = {"f32", "bf16"};
 constexpr std::string_view kRewardWords[] = {"math", "exact"};
-constexpr std::string_view kAdvantageWords[] = {"grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"};
+constexpr std::string_view kAdvantageWords[] = {"grpo", "dr_grpo", "rloo", "batch_std", "reinforce_pp", "reinforce_pp_baseline"};
 constexpr std::string_view kAggregationWords[] = {"token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum"};
 constexpr std::string_view kKlWords[] = {"none", "k1", "k2", "k3"};
 constexpr std::string_view kScheduleWords[] = {"constant", "cosine"};
@@ -82,7 +81,7 @@ const std::vector<Setting>& rows() {
       {"rollout.max_batch_tokens", +FIELD(rollout.max_batch_tokens), "tokens", "1024", 1, kMaxInteger, "Rows of one forward, prompt chunks included. Raise for long prompts."},
 
       {"train.advantage", choice<FIELD(train.advantage)>(kAdvantageWords), "", "grpo", 0, 0,
-       "Rewards to advantages: grpo divides the group's deviation by its spread, dr_grpo does not, rloo leaves the sample out of its baseline, "
+       "Rewards to advantages: grpo divides the group's deviation by its spread, dr_grpo does not, rloo leaves the sample out of its baseline, batch_std divides by the spread of the batch, "
        "reinforce_pp whitens over the batch, reinforce_pp_baseline does so after subtracting the group mean."},
       {"train.aggregation", choice<FIELD(train.loss.aggregation)>(kAggregationWords), "", "token_mean", 0, 0,
        "How token losses become one number: over all tokens, or first within each response. dr_grpo goes with seq_mean_token_sum_norm."},
@@ -96,6 +95,9 @@ const std::vector<Setting>& rows() {
       {"train.entropy_coef", +FIELD(train.loss.entropy_coef), "", "0.0", -kMaxReal, kMaxReal, "Weight of the entropy bonus. Raise when the policy collapses early."},
       {"train.mask_truncated", +FIELD(train.mask_truncated), "", "false", 0, 0,
        "Truncated responses count in their group's statistics but are not trained on. Use when the length limit cuts good reasoning."},
+      {"train.overlong_buffer", +FIELD(train.overlong_buffer), "tokens", "0", 0, kMaxInteger,
+       "Responses that end in the last so many tokens before rollout.max_new_tokens lose reward, in a line down to overlong_factor; 0 is off."},
+      {"train.overlong_factor", +FIELD(train.overlong_factor), "", "1.0", 0, kMaxReal, "What a response of the full length loses."},
       {"train.steps_per_rollout", +FIELD(train.steps_per_rollout), "steps", "1", 1, kMaxInteger, "Optimizer steps on each rollout, each on an equal share of its samples."},
       {"train.microbatch_tokens", +FIELD(train.microbatch_tokens), "tokens", "4096", 1, kMaxInteger, "Tokens of one forward and backward; bounds activation memory. Gradients do not depend on it beyond rounding."},
       {"train.recompute", +FIELD(train.recompute), "", "false", 0, 0, "Keep only each layer's input and run layers again in backward: less memory, about a third more time."},
@@ -128,6 +130,13 @@ const std::vector<Setting>& rows() {
       {"eval.top_p", +FIELD(eval.top_p), "probability", "1.0", 1e-6, 1, "Keep the likeliest tokens of this mass; 1 is off."},
       {"eval.max_new_tokens", +FIELD(eval.max_new_tokens), "tokens", "64", 1, kMaxInteger, "Longest response."},
       {"eval.seed", +FIELD(eval.seed), "", "0", 0, kMaxInteger, "Keys the draws of evaluations: the same weights asked again answer the same."},
+
+      {"demo.train_problems", +FIELD(demo.train_problems), "problems", "4000", 1, kMaxInteger, "Problems that reinforcement learning asks; only `lockstep demo` reads this section."},
+      {"demo.eval_problems", +FIELD(demo.eval_problems), "problems", "100", 1, kMaxInteger, "Held-out problems of the evaluations before and after."},
+      {"demo.sft_examples", +FIELD(demo.sft_examples), "examples", "4000", 1, kMaxInteger, "Worked examples of the supervised warm start."},
+      {"demo.difficulty_min", +FIELD(demo.difficulty_min), "", "1", 1, kMaxDifficulty, "Easiest problems: 1 is mostly one digit."},
+      {"demo.difficulty_max", +FIELD(demo.difficulty_max), "", "1", 1, kMaxDifficulty, "Hardest problems: 3 is three digits."},
+      {"demo.families", +FIELD(demo.families), "", "", 0, 0, "Kinds of problems, separated by commas (add,gcd); empty means all."},
   };
   return table;
 }
@@ -152,7 +161,11 @@ std::string unknown_key(std::string_view name) {
   return fmt::format("{} is not a known key; `lockstep settings` lists them all", name);
 }
 
-std::string join_words(std::span<const std::string_view> words) { return fmt::format("{}", fmt::join(words, " | ")); }
+std::string join_words(std::span<const std::string_view> words) {
+  std::string out;
+  for (const std::string_view w : words) out += (out.empty() ? "" : " | ") + std::string(w);
+  return out;
+}
 
 std::string format_real(double v) {
   std::string text = fmt::format("{}", v);
@@ -448,6 +461,9 @@ Status check_train_config(const ResolvedConfig& config) {
   if (c.rollout.temperature <= 0) return setting_error(config, "rollout.temperature", "greedy samples have no distribution to train; use a number above 0");
   if (c.rollout.samples_per_prompt < 2 && c.train.advantage != AdvantageKind::reinforce_pp) {
     return setting_error(config, "rollout.samples_per_prompt", "this advantage compares the samples of a group and needs at least 2");
+  }
+  if (c.train.overlong_buffer > c.rollout.max_new_tokens) {
+    return setting_error(config, "train.overlong_buffer", fmt::format("it must fit into rollout.max_new_tokens = {}", c.rollout.max_new_tokens));
   }
   const int64_t samples = c.rollout.prompts_per_step * c.rollout.samples_per_prompt;
   if (samples % c.train.steps_per_rollout != 0) {

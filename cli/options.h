@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/status.h"
+#include "rl/arithmetic.h"
 #include "rl/evaluate.h"
 #include "rl/loop.h"
 #include "rl/policy.h"
@@ -22,6 +23,13 @@
 #include "train/types.h"
 
 namespace lockstep {
+
+// The generated task of `lockstep demo`.
+struct DemoOptions {
+  int64_t train_problems = 0, eval_problems = 0, sft_examples = 0;
+  int64_t difficulty_min = 1, difficulty_max = 1;
+  std::string families;
+};
 
 struct RunConfig {
   RunOptions run;
@@ -32,6 +40,7 @@ struct RunConfig {
   OptimizerConfig optimizer;
   SftOptions sft;
   EvalOptions eval;
+  DemoOptions demo;
 };
 
 // One of a fixed list of words.

@@ -17,7 +17,7 @@ struct GoldenGradient {
 };
 
 struct GoldenReport {
-  bool has_logits = false, has_logprobs = false, has_hidden = false, has_gradients = false, has_decode = false;
+  bool has_logits = false, has_logprobs = false, has_hidden = false, has_gradients = false, has_decode_logits = false;
   double logits_max_abs = 0;
   double logprob_max_abs = 0, logprob_mean_abs = 0;
   std::vector<double> hidden_max_abs;             // by entry of transformers' list

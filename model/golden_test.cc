@@ -23,7 +23,7 @@ TEST_P(Golden, F32WithinTheStatedLimits) {
   const auto r = verify_golden(c, kGoldenDir + GetParam() + ".safetensors", Numerics::f32);
   ASSERT_TRUE(r) << r.message();
   const GoldenReport& g = r.value();
-  EXPECT_TRUE(g.has_logits && g.has_logprobs && g.has_hidden && g.has_gradients && g.has_decode);
+  EXPECT_TRUE(g.has_logits && g.has_logprobs && g.has_hidden && g.has_gradients && g.has_decode_logits);
   EXPECT_EQ(golden_failures(g, Numerics::f32, {}), "");
   EXPECT_LE(g.decode_logits_max_abs, 2e-5);
   EXPECT_GT(g.gradients.size(), 40u);
@@ -37,8 +37,9 @@ TEST_P(Golden, Bf16DecodesBitEqualAndStaysNear) {
   ASSERT_TRUE(r) << r.message();
   EXPECT_EQ(golden_failures(r.value(), Numerics::bf16, {}), "");
   std::printf("%s bf16: mean abs log-prob error %.4f, max %.3f\n", GetParam(), r.value().logprob_mean_abs, r.value().logprob_max_abs);
-  // transformers' own bf16 forward is off by 0.03 on average on `hybrid`; ours keeps more in f32 and must not be worse.
-  EXPECT_LT(r.value().logprob_mean_abs, 0.03);
+  // transformers' own bf16 forward is off by 0.03 on average on `hybrid`; ours keeps more in f32 and must not be worse. For the other cases no such
+  // number is known: theirs are printed.
+  if (GetParam() == std::string("hybrid")) EXPECT_LT(r.value().logprob_mean_abs, 0.03);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, Golden, ::testing::Values("swa_score", "csa_hash", "hca_yarn", "hybrid", "clamp"),

@@ -36,7 +36,7 @@ bool TensorSpec::has_panels() const {
   }
 }
 
-Shape TensorSpec::weight_shape() const { return groups == 1 ? shape : Shape{groups, shape[0] / groups, shape[1]}; }
+Shape TensorSpec::weight_shape() const { return groups == 0 ? shape : Shape{groups, shape[0] / groups, shape[1]}; }
 
 DType TensorSpec::weight_dtype(Numerics n) const {
   switch (role) {
@@ -69,7 +69,7 @@ class Visitor {
   }
 
  private:
-  void emit(T& tensor, std::string name, Shape shape, TensorRole role, bool indexer = false, int64_t groups = 1) {
+  void emit(T& tensor, std::string name, Shape shape, TensorRole role, bool indexer = false, int64_t groups = 0) {
     TensorSpec spec;
     spec.groups = groups;
     spec.name = std::move(name);

@@ -39,7 +39,7 @@ struct TensorSpec {
   TensorRole role;
   int layer = -1;         // -1: not in a layer
   bool indexer = false;   // reached by no gradient; frozen by default
-  int64_t groups = 1;     // > 1: rows are `groups` equal blocks, each a matrix of its own (wo_a); weights are viewed as [groups, N / groups, K]
+  int64_t groups = 0;     // > 0: rows are `groups` equal blocks, each a matrix of its own (wo_a); weights are viewed as [groups, N / groups, K]
   int id = 0;             // place in the list
   bool is_buffer() const { return role == TensorRole::router_bias || role == TensorRole::hash_table; }
   bool has_panels() const;                 // used by matmul

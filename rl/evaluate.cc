@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 
 #include "io/json.h"
 #include "rl/passk.h"
@@ -28,6 +27,7 @@ double EvalReport::pass(int64_t k) const {
 std::vector<std::pair<std::string, double>> EvalReport::values(const std::string& set) const {
   std::vector<std::pair<std::string, double>> v = {{"eval/" + set, pass(1)}};
   for (const auto& [k, value] : pass_at_k) v.emplace_back(fmt::format("eval/{}-pass@{}", set, k), value);
+  v.emplace_back(fmt::format("eval/{}-maj@{}", set, num_samples), majority);
   v.emplace_back(fmt::format("eval/{}-standard_error", set), standard_error);
   v.emplace_back(fmt::format("eval/{}-truncated_ratio", set), truncated_ratio);
   v.emplace_back(fmt::format("eval/{}-unanswered_ratio", set), unanswered_ratio);
@@ -68,14 +68,18 @@ Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, Re
   report.num_problems = static_cast<int64_t>(problems.size());
   report.num_samples = options.samples;
   std::vector<int64_t> num_correct(problems.size(), 0);
+  std::vector<std::string> answers;
+  std::vector<bool> correct;
   int64_t truncated = 0, unanswered = 0;
   for (size_t i = 0; i < completions.value().size(); ++i) {
     const Prompt& problem = problems[i / static_cast<size_t>(options.samples)];
     const Trajectory t = make_trajectory(problem, completions.value()[i], options.samples, policy.tokenizer(), policy.config().vocab_size);
-    const Verdict verdict = judge(reward, problem, t);
+    const RewardResult verdict = judge(reward, problem, t);
     num_correct[i / static_cast<size_t>(options.samples)] += verdict.correct ? 1 : 0;
+    answers.push_back(verdict.pred);
+    correct.push_back(verdict.correct);
     truncated += t.status == TrajectoryStatus::truncated ? 1 : 0;
-    unanswered += verdict.answer.empty() ? 1 : 0;
+    unanswered += verdict.pred.empty() ? 1 : 0;
     report.num_tokens += t.response_length();
     if (records != nullptr) {
       *records += JsonLine()
@@ -84,27 +88,23 @@ Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, Re
                       .add("prompt", problem.text)
                       .add("response", t.text)
                       .add("label", problem.label)
-                      .add("answer", verdict.answer)
+                      .add("answer", verdict.pred)
                       .add("correct", verdict.correct)
-                      .add("reason", verdict.reason)
+                      .add("reason", reward_reason_name(verdict.reason))
                       .add("status", trajectory_status_name(t.status))
                       .str();
       *records += '\n';
     }
   }
 
+  for (size_t q = 0; q < problems.size(); ++q) {
+    const size_t first = q * static_cast<size_t>(options.samples);
+    const int64_t vote = majority_vote(std::span(answers).subspan(first, static_cast<size_t>(options.samples)));
+    report.majority += vote >= 0 && correct[first + static_cast<size_t>(vote)] ? 1.0 / static_cast<double>(problems.size()) : 0.0;
+  }
+  for (int64_t k = 1; k <= options.samples; k *= 2) report.pass_at_k.emplace_back(k, mean_pass_at_k(num_correct, options.samples, k));
+  report.standard_error = sampling_standard_error(num_correct, options.samples);
   const auto n = static_cast<double>(options.samples), num_problems = static_cast<double>(problems.size());
-  for (int64_t k = 1; k <= options.samples; k *= 2) {
-    double sum = 0;
-    for (const int64_t c : num_correct) sum += pass_at_k(options.samples, c, k);
-    report.pass_at_k.emplace_back(k, sum / num_problems);
-  }
-  double variance = 0;  // rl spec 17.2
-  for (const int64_t c : num_correct) {
-    const double p = static_cast<double>(c) / n;
-    variance += p * (1 - p) / n;
-  }
-  report.standard_error = std::sqrt(variance) / num_problems;
   report.truncated_ratio = static_cast<double>(truncated) / (n * num_problems);
   report.unanswered_ratio = static_cast<double>(unanswered) / (n * num_problems);
   report.mean_length = static_cast<double>(report.num_tokens) / (n * num_problems);

@@ -28,6 +28,7 @@ struct EvalOptions {
 struct EvalReport {
   int64_t num_problems = 0, num_samples = 0;             // samples of each problem
   std::vector<std::pair<int64_t, double>> pass_at_k;     // k = 1, 2, 4 .. num_samples, unbiased
+  double majority = 0;                                   // problems whose most frequent answer is right
   double standard_error = 0;                             // of pass@1, from sampling alone
   double truncated_ratio = 0, unanswered_ratio = 0, mean_length = 0;
   int64_t num_tokens = 0;

@@ -22,6 +22,7 @@
 #include "core/log.h"
 #include "io/file.h"
 #include "io/json.h"
+#include "rl/advantage.h"
 #include "rl/checkpoint.h"
 #include "rl/diagnose.h"
 #include "rl/metrics.h"
@@ -59,6 +60,7 @@ std::string trajectory_json(const Group& group, const Trajectory& t) {
       .add("response", t.text)
       .add("label", group.prompt.label)
       .add("answer", t.answer)
+      .add("score", t.score)
       .add("reward", t.reward)
       .add("correct", t.correct)
       .add("reason", t.usable() ? t.reason : t.failure)
@@ -82,7 +84,7 @@ class Loop {
   // Stages of a step, in order.
   Result<std::vector<Group>> rollout();
   void reward(std::vector<Group>& groups);
-  void advantage(std::vector<Group>& groups);
+  Status advantage(std::vector<Group>& groups);
   Status train(std::vector<Group>& groups, Metrics& metrics);
   // The exact run's promise, for samples whose old_logprob the trainer has computed.
   Status compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen);
@@ -187,13 +189,66 @@ void Loop::reward(std::vector<Group>& groups) {
   for (Group& g : groups) {
     for (Trajectory& t : g.trajectories) {
       if (!t.usable()) continue;
-      const Verdict v = judge(config_.task.reward, g.prompt, t);
-      t.reward = v.score;
-      t.correct = v.correct;
-      t.answer = v.answer;
-      t.reason = v.reason;
+      RewardResult r = judge(config_.task.reward, g.prompt, t);
+      t.score = r.score;
+      t.reward = r.score + length_penalty(t.response_length(), config_.rollout.max_new_tokens, config_.train.overlong_buffer, config_.train.overlong_factor);
+      t.correct = r.correct;
+      t.answer = std::move(r.pred);
+      t.reason = reward_reason_name(r.reason);
     }
   }
+}
+
+Status Loop::advantage(std::vector<Group>& groups) {
+  const AdvantageKind kind = config_.train.advantage;
+  // The pure functions take plain arrays: groups, then samples, then tokens.
+  std::vector<Trajectory*> samples;
+  std::vector<float> rewards;
+  std::vector<int64_t> group_offsets = {0}, token_offsets = {0};
+  std::vector<int32_t> mask;
+  for (Group& g : groups) {
+    const auto num_usable = std::count_if(g.trajectories.begin(), g.trajectories.end(), [](const Trajectory& t) { return t.usable(); });
+    for (Trajectory& t : g.trajectories) {
+      if (!t.usable()) continue;
+      if (num_usable < 2 && kind != AdvantageKind::reinforce_pp) {
+        t.status = TrajectoryStatus::failed;
+        t.failure = "it is the only usable sample of its group";
+        continue;
+      }
+      if (config_.train.mask_truncated && t.status == TrajectoryStatus::truncated) std::fill(t.mask.begin(), t.mask.end(), uint8_t{0});
+      samples.push_back(&t);
+      rewards.push_back(t.reward);
+      mask.insert(mask.end(), t.mask.begin(), t.mask.end());
+      token_offsets.push_back(static_cast<int64_t>(mask.size()));
+    }
+    if (static_cast<int64_t>(samples.size()) > group_offsets.back()) group_offsets.push_back(static_cast<int64_t>(samples.size()));
+  }
+
+  std::vector<float> advantages(mask.size());
+  const auto by_group = [&](GroupEstimator estimator) {
+    std::vector<float> of_sample(samples.size());
+    LOCKSTEP_RETURN_IF_ERROR(group_advantages(estimator, rewards, group_offsets, of_sample));
+    broadcast_to_tokens(of_sample, token_offsets, mask, advantages);
+    return Status::ok();
+  };
+  switch (kind) {
+    case AdvantageKind::grpo: LOCKSTEP_RETURN_IF_ERROR(by_group(GroupEstimator::grpo)); break;
+    case AdvantageKind::dr_grpo: LOCKSTEP_RETURN_IF_ERROR(by_group(GroupEstimator::dr_grpo)); break;
+    case AdvantageKind::rloo: LOCKSTEP_RETURN_IF_ERROR(by_group(GroupEstimator::rloo)); break;
+    case AdvantageKind::batch_std: LOCKSTEP_RETURN_IF_ERROR(by_group(GroupEstimator::batch_std)); break;
+    case AdvantageKind::reinforce_pp:
+      LOCKSTEP_RETURN_IF_ERROR(reinforce_pp_returns(rewards, token_offsets, mask, {}, 0.0, 1.0, advantages));
+      LOCKSTEP_RETURN_IF_ERROR(whiten(advantages, mask, advantages));
+      break;
+    case AdvantageKind::reinforce_pp_baseline:
+      LOCKSTEP_RETURN_IF_ERROR(reinforce_pp_baseline(rewards, group_offsets, token_offsets, mask, {}, 0.0, advantages));
+      LOCKSTEP_RETURN_IF_ERROR(whiten(advantages, mask, advantages));
+      break;
+  }
+  for (size_t i = 0; i < samples.size(); ++i) {
+    samples[i]->advantage.assign(advantages.begin() + token_offsets[i], advantages.begin() + token_offsets[i + 1]);
+  }
+  return Status::ok();
 }
 
 Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
@@ -202,7 +257,6 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   for (Group& g : groups) {
     for (Trajectory& t : g.trajectories) {
       if (!t.usable()) continue;
-      if (o.mask_truncated && t.status == TrajectoryStatus::truncated) std::fill(t.mask.begin(), t.mask.end(), uint8_t{0});
       TrainSample s;
       s.index = t.index;
       s.tokens = t.tokens;
@@ -329,7 +383,7 @@ Status Loop::run() {
     const double rollout_s = watch.lap();
 
     reward(groups);
-    advantage(groups);
+    LOCKSTEP_RETURN_IF_ERROR(advantage(groups));
     const double reward_s = watch.lap();
     if (run.save_rollouts) {
       std::string records;

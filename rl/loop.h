@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "rl/advantage.h"
 #include "rl/evaluate.h"
 #include "rl/hooks.h"
 #include "rl/policy.h"
@@ -39,10 +38,15 @@ struct RolloutOptions {
   int64_t max_batch_tokens = 1024;
 };
 
+// rl spec 7.
+enum class AdvantageKind : uint8_t { grpo, dr_grpo, rloo, batch_std, reinforce_pp, reinforce_pp_baseline };
+
 struct TrainOptions {
   LossConfig loss;
   AdvantageKind advantage = AdvantageKind::grpo;
   bool mask_truncated = false;
+  int64_t overlong_buffer = 0;   // 0: no penalty
+  float overlong_factor = 1;
   int64_t steps_per_rollout = 1;
   int64_t microbatch_tokens = 4096;
   bool recompute = false;

@@ -45,7 +45,7 @@ void add_train_metrics(Metrics& metrics, std::span<const StepMetrics> steps) {
 }
 
 void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups) {
-  double num = 0, reward = 0, correct = 0, truncated = 0, failed = 0, mixed = 0, num_tokens = 0, logprob = 0, advantage = 0;
+  double num = 0, score = 0, reward = 0, correct = 0, truncated = 0, failed = 0, mixed = 0, num_tokens = 0, logprob = 0, advantage = 0;
   double uniform = 0, uniform_zero = 0, uniform_one = 0, num_groups = 0;
   std::vector<int64_t> lengths;
   std::vector<int32_t> versions;
@@ -61,6 +61,7 @@ void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups) {
       ++n;
       c += t.correct ? 1 : 0;
       ++num;
+      score += t.score;
       reward += t.reward;
       rewards.insert(t.reward);
       truncated += t.status == TrajectoryStatus::truncated ? 1 : 0;
@@ -87,7 +88,8 @@ void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups) {
   }
   metrics.emplace_back("rollout/failed", failed);
   if (num == 0) return;
-  add_mean(metrics, "rollout/raw_reward", reward, num);
+  add_mean(metrics, "rollout/raw_reward", score, num);
+  add_mean(metrics, "rollout/rewards", reward, num);
   add_mean(metrics, "rollout/accuracy", correct, num);
   for (const auto& [k, sum] : pass) add_mean(metrics, fmt::format("passrate/pass@{}", k), sum.first, sum.second);
   add_mean(metrics, "rollout/advantages", advantage, num_tokens);

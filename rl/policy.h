@@ -28,11 +28,11 @@ struct PolicyOptions {
 struct PolicyUse {
   uint64_t seed = 0;            // of random weights
   int threads = 0;              // 0: one a core
-  EngineOptions engine;         // max_context bounds prompt + response, in sampling and training
+  EngineOptions engine = {};    // max_context bounds prompt + response, in sampling and training
   bool sample = true;           // make an engine
   bool train = false;           // make an actor
-  OptimizerConfig optimizer;
-  ActorOptions actor;
+  OptimizerConfig optimizer = {};
+  ActorOptions actor = {};
 };
 
 class Policy {

@@ -4,7 +4,7 @@
 //   task       Prompt      {id 12, text "3+4=", tokens {54, 46, 55, 64}, label "7"}
 //   rollout    Trajectory  {group_index 12, index 50, tokens {54, 46, 55, 64, 58, 1}, prompt_length 4, mask {1, 1}, logprobs {-0.3, -0.01},
 //                           versions {6, 6}, status completed, text "7"}
-//   reward                 reward 1, correct true, answer "7", reason "correct"
+//   reward                 score 1, reward 1, correct true, answer "7", reason "correct"
 //   advantage              advantage {0.66, 0.66}
 //
 // Ids are authoritative: text is for rewards and people, and is never tokenised again.
@@ -41,7 +41,8 @@ struct Trajectory {
   std::string failure;           // why status is failed
   std::string text;              // the response, without a stop token
 
-  float reward = 0;              // what training uses
+  float score = 0;               // the grader's
+  float reward = 0;              // what training uses: the score with length shaping
   bool correct = false;          // what accuracy and pass@k use
   std::string answer;            // what the grader took for the answer
   std::string reason;            // the grader's word for its verdict

@@ -29,6 +29,23 @@ void replace_all(std::string* s, std::string_view from, std::string_view to) {
   *s = std::move(out);
 }
 
+// Deletes LaTeX's thin and escaped blanks: \! \, \; \: and backslash-blank. A double backslash (a new row) is none of them.
+void delete_spacing(std::string* s) {
+  std::string out;
+  for (size_t i = 0; i < s->size(); ++i) {
+    const char next = i + 1 < s->size() ? (*s)[i + 1] : '\0';
+    if ((*s)[i] == '\\' && next == '\\') {
+      out += "\\\\";
+      ++i;
+    } else if ((*s)[i] == '\\' && next != '\0' && std::string_view("!,;: ").find(next) != std::string_view::npos) {
+      ++i;
+    } else {
+      out += (*s)[i];
+    }
+  }
+  *s = std::move(out);
+}
+
 // Deletes "\left" and the like, but not the beginning of a longer command such as "\leftarrow".
 void delete_command(std::string* s, std::string_view command) {
   for (size_t at = 0; (at = s->find(command, at)) != std::string::npos;) {
@@ -126,13 +143,16 @@ std::string_view without_leading_zeros(std::string_view digits) {
   return digits;
 }
 
-// The integer that `s` writes, as digits with a "-" where needed: "+034", "1,234", "34.0", "34." and "-0" are integers.
-bool parse_integer(std::string_view s, std::string* out) {
+// The number that `s` writes, in its one common form: "+034", "34.0", "34." are "34", "1,234.50" is "1234.5", "-0" is "0".
+bool parse_decimal(std::string_view s, std::string* out) {
   const bool negative = s.starts_with('-');
   if (negative || s.starts_with('+')) s.remove_prefix(1);
+  std::string_view fraction;
   if (const size_t point = s.find('.'); point != std::string_view::npos) {
-    if (point == 0 || s.find_first_not_of('0', point + 1) != std::string_view::npos) return false;
+    fraction = s.substr(point + 1);
     s = s.substr(0, point);
+    if (!fraction.empty() && !all_digits(fraction)) return false;
+    while (fraction.ends_with('0')) fraction.remove_suffix(1);
   }
   std::string digits;
   for (size_t i = 0; i < s.size(); ++i) {
@@ -146,8 +166,13 @@ bool parse_integer(std::string_view s, std::string* out) {
     if (!thousands) return false;
   }
   if (digits.empty()) return false;
-  const std::string_view value = without_leading_zeros(digits);
-  *out = (negative && value != "0" ? "-" : "") + std::string(value);
+  std::string value(without_leading_zeros(digits));
+  if (!fraction.empty()) {
+    value += '.';
+    value += fraction;
+  }
+  *out = negative && value != "0" ? "-" : "";
+  *out += value;
   return true;
 }
 
@@ -214,18 +239,20 @@ std::string normalize_math_answer(std::string_view answer) {
   std::string s(trim(answer.substr(0, kMaxAnswerBytes)));
   unwrap(&s);
   replace_all(&s, "\n", "");
-  replace_all(&s, "\\!", "");
+  delete_spacing(&s);
   replace_all(&s, "{,}", ",");  // LaTeX's comma without the blank behind it
   replace_all(&s, "\\\\", "\\");
+  replace_all(&s, "\u2212", "-");  // the minus sign that is no hyphen
   replace_all(&s, "tfrac", "frac");
   replace_all(&s, "dfrac", "frac");
-  delete_command(&s, "\\left");
-  delete_command(&s, "\\right");
+  for (const std::string_view command : {"\\left", "\\right", "\\displaystyle", "\\quad"}) delete_command(&s, command);
   for (const std::string_view sign : {"^{\\circ}", "^\\circ", "\u00B0", "\\$", "$", "\\%", "%"}) replace_all(&s, sign, "");
+  // Several answers are a list, not an answer with a unit.
+  for (const std::string_view word : {"\\text{ or }", "\\text{ and }", "\\text{or}", "\\text{and}"}) replace_all(&s, word, ",");
   cut_unit(&s);
   s = std::string(trim(s));
   unwrap(&s);
-  for (const std::string_view blank : {"\\,", "\\;", "\\:", "\\ ", "~"}) replace_all(&s, blank, "");
+  replace_all(&s, "~", "");
   insert_leading_zeros(&s);
   // "x=5" is 5; "x+y=5" stays.
   if (const size_t equal = s.find('='); equal != std::string::npos && s.find('=', equal + 1) == std::string::npos &&
@@ -234,9 +261,9 @@ std::string normalize_math_answer(std::string_view answer) {
   for (const std::string_view blank : {" ", "\t", "\r", "\f", "\v"}) replace_all(&s, blank, "");
   brace_arguments(&s, "\\sqrt", 1);
   brace_arguments(&s, "\\frac", 2);
+  if (std::string number; parse_decimal(s, &number)) s = number;
   if (s == "0.5") s = "\\frac{1}{2}";
   long_fraction(&s);
-  if (std::string integer; parse_integer(s, &integer)) return integer;
   return s;
 }
 

@@ -38,9 +38,9 @@ struct MathRewardOptions {
 // Score 1 if the content of the last \boxed{} equals the label (or the label's own box), else 0.
 //
 // Both are normalised: LaTeX dressing (\left, \!, \text{}, $, units, degree and percent signs, dfrac), blanks, "x=" in
-// front, .5 as 0.5, \frac12, \sqrt3 and a/b in their long forms. What reads as an integer (sign, leading zeros, thousands
-// commas, ".0") is compared as one, and an integer label takes nothing but an integer. Everything else is equal if the
-// normalised texts are; there is no algebra (1024 is not \boxed{2^{10}}, 1/2 is not \boxed{\frac{2}{4}}).
+// front, .5 as 0.5, \frac12, \sqrt3 and a/b in their long forms. Numbers lose a plus sign, leading zeros, thousands commas
+// and zeros behind the point, so an integer label takes any spelling of that integer and nothing else. Everything else is
+// equal if the normalised texts are; there is no algebra (1024 is not \boxed{2^{10}}, 1/2 is not \boxed{\frac{2}{4}}).
 RewardResult math_reward(std::string_view response, std::string_view label, MathRewardOptions options = {});
 
 // The content of the last \boxed{} (\fbox{} if there is no \boxed). Blanks may stand before the brace; braces nest.

@@ -14,6 +14,8 @@
 
 namespace lockstep {
 
+enum class RewardKind : uint8_t { math, exact };
+
 struct TaskOptions {
   std::string train_file, eval_file;
   RewardKind reward = RewardKind::math;
@@ -48,13 +50,7 @@ class Task {
   EpochOrder order_;
 };
 
-struct Verdict {
-  float score = 0;       // what training uses
-  bool correct = false;  // what accuracy and pass@k use
-  std::string answer;    // what the grader took for the answer, "" for none
-  std::string reason;
-};
-// Total: any response gets a verdict.
-Verdict judge(RewardKind kind, const Prompt& prompt, const Trajectory& trajectory);
+// The verdict on a response's text. Total: any bytes get one.
+RewardResult judge(RewardKind kind, const Prompt& prompt, const Trajectory& trajectory);
 
 }  // namespace lockstep

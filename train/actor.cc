@@ -39,9 +39,10 @@ class Stopwatch {
 
 void check_samples(std::span<const TrainSample> samples) {
   for (const TrainSample& s : samples) {
-    CHECK(s.prompt_length >= 1 && s.response_length() >= 1, "sample {}: a prompt of {} and {} tokens in all", s.index, s.prompt_length, s.tokens.size());
-    CHECK(static_cast<int64_t>(s.mask.size()) == s.response_length(), "sample {}: {} mask entries for {} response tokens", s.index, s.mask.size(),
-          s.response_length());
+    CHECK(s.prompt_length >= 1 && s.response_length() >= 1, "sample {}: a prompt of {} and {} tokens in all", s.index,
+          s.prompt_length, s.tokens.size());
+    CHECK(static_cast<int64_t>(s.mask.size()) == s.response_length(), "sample {}: {} mask entries for {} response tokens",
+          s.index, s.mask.size(), s.response_length());
   }
 }
 
@@ -59,9 +60,11 @@ void add_counters(SafetensorsWriter& w, const Counters& n) {
 
 Result<Counters> read_counters(const SafetensorsFile& file) {
   Counters n;
-  for (const auto& [key, field] : {std::pair{"steps", &n.steps}, {"skipped_in_a_row", &n.skipped_in_a_row}, {"version", &n.version}}) {
+  for (const auto& [key, field] :
+       {std::pair{"steps", &n.steps}, {"skipped_in_a_row", &n.skipped_in_a_row}, {"version", &n.version}}) {
     const auto it = file.metadata().find(key);
-    if (it == file.metadata().end()) return errorf("{}: metadata has no '{}'; was this file written by a training run?", file.path(), key);
+    if (it == file.metadata().end())
+      return errorf("{}: metadata has no '{}'; was this file written by a training run?", file.path(), key);
     const std::string& text = it->second;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *field);
     if (error != std::errc() || end != text.data() + text.size() || *field < 0)
@@ -85,11 +88,14 @@ void append(std::vector<NamedView>& list, const std::string& prefix, const std::
 Status check_tensors(const SafetensorsFile& file, const std::vector<NamedView>& wanted) {
   for (const NamedView& w : wanted) {
     const SafetensorsEntry* entry = file.find(w.name);
-    if (entry == nullptr) return errorf("{}: tensor {} {} is missing; does the checkpoint belong to this config?", file.path(), w.name, w.view.shape.str());
+    if (entry == nullptr)
+      return errorf("{}: tensor {} {} is missing; does the checkpoint belong to this config?", file.path(), w.name,
+                    w.view.shape.str());
     const std::string_view dtype = w.view.dtype == DType::i32 ? "I32" : "F32";
     const std::span<const int64_t> shape(w.view.shape.dims.data(), static_cast<size_t>(w.view.shape.rank));
     if (entry->dtype != dtype || !std::equal(shape.begin(), shape.end(), entry->shape.begin(), entry->shape.end()))
-      return errorf("{}: tensor {} is {} {}, this config wants {} {}", file.path(), w.name, entry->dtype, entry->shape_str(), dtype, w.view.shape.str());
+      return errorf("{}: tensor {} is {} {}, this config wants {} {}", file.path(), w.name, entry->dtype, entry->shape_str(),
+                    dtype, w.view.shape.str());
   }
   if (file.tensors().size() == wanted.size()) return Status::ok();
   for (const SafetensorsEntry& entry : file.tensors())
@@ -154,7 +160,8 @@ struct Actor::Impl {
 
   int64_t pages_for(int64_t positions) const { return (positions + builder.page_tokens() - 1) / builder.page_tokens(); }
 
-  // Grows to the largest micro-batch seen: short sequences and those over the budget need more pages than the budget's tokens alone.
+  // Grows to the largest micro-batch seen: short sequences and those over the budget need more pages than the budget's tokens
+  // alone.
   void reserve_pages(int64_t pages) {
     if (pool && pool->num_pages() >= pages) return;
     pool.reset();
@@ -164,7 +171,8 @@ struct Actor::Impl {
     std::iota(page_ids.begin(), page_ids.end(), 0);
   }
 
-  // Packs the samples of `micro` and runs the model and the head over them. Results lie in the step arena and the workspace, whose scopes the caller holds.
+  // Packs the samples of `micro` and runs the model and the head over them. Results lie in the step arena and the workspace,
+  // whose scopes the caller holds.
   HeadRows run_forward(std::span<const TrainSample> samples, const MicroBatch& micro, Saved* keep) {
     const Stopwatch watch(forward_seconds);
     int64_t num_pages = 0, num_wanted = 0;
@@ -211,8 +219,8 @@ struct Actor::Impl {
   }
 
   // Adds the gradients of one micro-batch and fills the sums and log-probs of its samples.
-  void run_micro_batch(std::span<const TrainSample> samples, const MicroBatch& micro, const Denominators& d, const LossConfig& loss,
-                       std::span<LossSums> sums, std::vector<TokenLogprobs>* seen) {
+  void run_micro_batch(std::span<const TrainSample> samples, const MicroBatch& micro, const Denominators& d,
+                       const LossConfig& loss, std::span<LossSums> sums, std::vector<TokenLogprobs>* seen) {
     const ArenaScope step_scope(step_arena), workspace_scope(*c.workspace);
     const HeadRows h = run_forward(samples, micro, &saved);
 
@@ -224,7 +232,8 @@ struct Actor::Impl {
     for (const int32_t i : micro.samples) {
       const size_t n = static_cast<size_t>(samples[i].response_length());
       const std::span<const float> logprob(h.logprob.ptr<float>() + r, n), entropy(h.entropy.ptr<float>() + r, n);
-      sums[i] = sample_loss(samples[i], logprob, entropy, d, loss, {dlogprob.ptr<float>() + r, n}, {dentropy.ptr<float>() + r, n});
+      sums[i] =
+          sample_loss(samples[i], logprob, entropy, d, loss, {dlogprob.ptr<float>() + r, n}, {dentropy.ptr<float>() + r, n});
       if (seen != nullptr) {
         std::copy(logprob.begin(), logprob.end(), (*seen)[i].logprob.begin());
         std::copy(entropy.begin(), entropy.end(), (*seen)[i].entropy.begin());
@@ -232,7 +241,8 @@ struct Actor::Impl {
       r += n;
     }
     const TensorView dhidden = step_arena.tensor(DType::f32, h.hidden.shape, "dhidden");
-    select_logprob_backward(c, dhidden, gradients.tensors.head, dlogprob, loss.entropy_coef == 0 ? ConstTensorView() : ConstTensorView(dentropy), h.hidden,
+    select_logprob_backward(c, dhidden, gradients.tensors.head, dlogprob,
+                            loss.entropy_coef == 0 ? ConstTensorView() : ConstTensorView(dentropy), h.hidden,
                             weights.tensors().head, h.target, h.temperature, h.lse, h.entropy);
     backward(c, model, batch, *pool, saved, dhidden, gradients);
   }
@@ -310,7 +320,9 @@ Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const Loss
     }
   }
   const Denominators d = count_denominators(samples, loss);
-  const auto has_trained_token = [](const TrainSample& s) { return std::any_of(s.mask.begin(), s.mask.end(), [](uint8_t m) { return m != 0; }); };
+  const auto has_trained_token = [](const TrainSample& s) {
+    return std::any_of(s.mask.begin(), s.mask.end(), [](uint8_t m) { return m != 0; });
+  };
   const std::vector<MicroBatch> micro_batches = a.pack_samples(samples, has_trained_token);
 
   StepMetrics metrics;
@@ -334,8 +346,10 @@ Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const Loss
   const OptimizerStep step = a.optimizer.step(a.c, a.masters, a.gradients.set);
   if (!step.skipped) a.weights.load(a.c, a.masters, a.weights.version() + 1);
   if (step.skipped && a.optimizer.skipped_in_a_row() >= a.optimizer_config.max_skipped)
-    return errorf("training: gradients were not finite {} times in a row (the limit is max_skipped = {}), after {} good steps; the loss of the last was {}",
-                  a.optimizer.skipped_in_a_row(), a.optimizer_config.max_skipped, a.optimizer.steps_applied(), total.loss);
+    return errorf(
+        "training: gradients were not finite {} times in a row (the limit is max_skipped = {}), after {} good steps; the loss of "
+        "the last was {}",
+        a.optimizer.skipped_in_a_row(), a.optimizer_config.max_skipped, a.optimizer.steps_applied(), total.loss);
 
   put("loss", total.loss);
   put("pg_loss", total.pg_loss);
@@ -372,13 +386,14 @@ Status Actor::load(const std::string& directory) {
   // Everything is checked before anything changes.
   LOCKSTEP_RETURN_IF_ERROR(check_tensors(master_file.value(), masters));
   LOCKSTEP_RETURN_IF_ERROR(check_tensors(optimizer_file.value(), moments));
-  const Result<Counters> counters = read_counters(master_file.value()), optimizer_counters = read_counters(optimizer_file.value());
+  const Result<Counters> counters = read_counters(master_file.value()),
+                         optimizer_counters = read_counters(optimizer_file.value());
   if (!counters) return counters.status();
   if (!optimizer_counters) return optimizer_counters.status();
   const Counters& n = counters.value();
   if (n != optimizer_counters.value())
-    return errorf("{}: {} is of step {}, {} of step {}; the save was cut short, use an older checkpoint", directory, kMastersFile, n.steps, kOptimizerFile,
-                  optimizer_counters.value().steps);
+    return errorf("{}: {} is of step {}, {} of step {}; the save was cut short, use an older checkpoint", directory, kMastersFile,
+                  n.steps, kOptimizerFile, optimizer_counters.value().steps);
 
   for (const NamedView& m : masters) LOCKSTEP_RETURN_IF_ERROR(master_file.value().copy_to(m.name, m.view));
   for (const NamedView& m : moments) LOCKSTEP_RETURN_IF_ERROR(optimizer_file.value().copy_to(m.name, m.view));
@@ -391,8 +406,8 @@ double Actor::forward_seconds() const { return impl_->forward_seconds; }
 double Actor::backward_seconds() const { return impl_->backward_seconds; }
 double Actor::optimizer_seconds() const { return impl_->optimizer_seconds; }
 size_t Actor::high_bytes() const {
-  return impl_->master_arena.high_bytes() + impl_->gradient_arena.high_bytes() + impl_->optimizer.high_bytes() + impl_->state_arena.high_bytes() +
-         impl_->step_arena.high_bytes();
+  return impl_->master_arena.high_bytes() + impl_->gradient_arena.high_bytes() + impl_->optimizer.high_bytes() +
+         impl_->state_arena.high_bytes() + impl_->step_arena.high_bytes();
 }
 
 }  // namespace lockstep

@@ -40,15 +40,17 @@ class Actor {
   std::vector<TokenLogprobs> logprobs(std::span<const TrainSample> samples);
 
   // One optimizer step on all samples: every micro-batch forward, loss, backward; then clip, AdamW, weights version + 1.
-  // `seen` (may be null) receives the log-probs that the training forward computed, by sample: what an exact run compares. A sample without a trained
-  // token is not run and gets NaN. A step without any is skipped. Error: max_skipped non-finite steps in a row.
+  // `seen` (may be null) receives the log-probs that the training forward computed, by sample: what an exact run compares. A
+  // sample without a trained token is not run and gets NaN. A step without any is skipped.
+  // Error: max_skipped non-finite steps in a row.
   Result<StepMetrics> step(std::span<const TrainSample> samples, const LossConfig& loss, std::vector<TokenLogprobs>* seen);
 
   int64_t steps_done() const;
   const Gradients& gradients() const;  // of the last step, after clipping was decided, unscaled
 
-  // Everything resume needs, one safetensors file each, written atomically: masters.safetensors, optimizer.safetensors. Masters have the table's names,
-  // moments the same with "m." and "v." before; both files carry the counters. A load that fails has changed nothing.
+  // Everything resume needs, one safetensors file each, written atomically: masters.safetensors, optimizer.safetensors. Masters
+  // have the table's names, moments the same with "m." and "v." before; both files carry the counters. A load that fails has
+  // changed nothing.
   Status save(const std::string& directory) const;
   Status load(const std::string& directory);
 

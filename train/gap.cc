@@ -13,16 +13,21 @@ namespace {
 
 constexpr double kLogRatioMax = 20.0;
 
-double log_ratio(float old_logprob, float rollout_logprob) { return static_cast<double>(old_logprob) - static_cast<double>(rollout_logprob); }
+double log_ratio(float old_logprob, float rollout_logprob) {
+  return static_cast<double>(old_logprob) - static_cast<double>(rollout_logprob);
+}
 double weight_of(double log_ratio) { return std::exp(std::clamp(log_ratio, -kLogRatioMax, kLogRatioMax)); }
 
 void check_lengths(const GapSample& s) {
-  CHECK(s.old.size() == s.rollout.size() && s.mask.size() == s.rollout.size(), "sample {}: {} rollout log-probs, {} of the trainer, {} mask entries", s.index,
-        s.rollout.size(), s.old.size(), s.mask.size());
+  CHECK(s.old.size() == s.rollout.size() && s.mask.size() == s.rollout.size(),
+        "sample {}: {} rollout log-probs, {} of the trainer, {} mask entries", s.index, s.rollout.size(), s.old.size(),
+        s.mask.size());
 }
 
 // std::max drops a NaN on one side; these keep it.
-double max_or_nan(double a, double b) { return std::isnan(a) || std::isnan(b) ? std::numeric_limits<double>::quiet_NaN() : std::max(a, b); }
+double max_or_nan(double a, double b) {
+  return std::isnan(a) || std::isnan(b) ? std::numeric_limits<double>::quiet_NaN() : std::max(a, b);
+}
 double min_or_nan(double a, double b) { return -max_or_nan(-a, -b); }
 
 // The smallest value that at least a fraction q of all values do not exceed.
@@ -63,7 +68,8 @@ GapMetrics gap_metrics(std::span<const GapSample> samples, const GapOptions& opt
   GapMetrics g;
   std::vector<double> abs_diffs;
   int64_t sequences = 0, outside = 0;
-  double sample_means = 0, abs_sum = 0, abs_max = 0, k1 = 0, k3 = 0, squares = 0, mult = 0, ess = 0, seq_squares = 0, log_ppl = 0, ppl = 0;
+  double sample_means = 0, abs_sum = 0, abs_max = 0, k1 = 0, k3 = 0, squares = 0, mult = 0, ess = 0, seq_squares = 0, log_ppl = 0,
+         ppl = 0;
   double w_sum = 0, w_min = std::numeric_limits<double>::infinity(), w_max = 0;
   double p_old = 0, p_roll = 0, p_diff = 0, p_diff_max = 0;
 
@@ -178,7 +184,8 @@ std::array<std::optional<double>, 10> abs_diff_by_decile(std::span<const GapSamp
 
 std::vector<std::pair<std::string, double>> GapMetrics::values() const {
   if (tokens == 0) return {};
-  std::vector<std::pair<std::string, double>> v = {{"exact_mismatch", static_cast<double>(exact_mismatch)}, {"nonfinite", static_cast<double>(nonfinite)}};
+  std::vector<std::pair<std::string, double>> v = {{"exact_mismatch", static_cast<double>(exact_mismatch)},
+                                                   {"nonfinite", static_cast<double>(nonfinite)}};
   const auto add = [&](const char* name, const std::optional<double>& x) {
     if (x) v.emplace_back(name, *x);
   };

@@ -1,8 +1,9 @@
 #pragma once
-// The train/rollout gap: how far the log-probs of the trainer's forward lie from those that the engine recorded (rl spec 13). Pure functions over arrays.
+// The train/rollout gap: how far the log-probs of the trainer's forward lie from those that the engine recorded (rl spec 13).
+// Pure functions over arrays.
 //
-// d = old - rollout (trainer minus engine), w = exp(d) with d clamped to +-20. All over tokens with mask 1. Sums in f64, by sample, then position. NaN is
-// counted and propagates; nothing is replaced.
+// d = old - rollout (trainer minus engine), w = exp(d) with d clamped to +-20. All over tokens with mask 1. Sums in f64, by
+// sample, then position. NaN is counted and propagates; nothing is replaced.
 
 #include <array>
 #include <cstdint>
@@ -42,7 +43,7 @@ struct GapMetrics {
   int64_t nonfinite = 0;                      // tokens where either is NaN or infinite
   std::optional<double> logprob_abs_diff;     // mean over samples of their token mean
   std::optional<double> logprob_abs_diff_tok, logprob_abs_diff_max, logprob_abs_diff_p99, logprob_abs_diff_p999;
-  std::optional<double> gap_k1, gap_k3;       // mean of -d; of w - 1 - d
+  std::optional<double> gap_k1, gap_k3;                                         // mean of -d; of w - 1 - d
   std::optional<double> prob_diff_mean, prob_diff_max, prob_diff_std, pearson;  // of exp(old), exp(rollout)
   std::optional<double> chi2_token, chi2_seq;
   std::optional<double> log_ppl_diff, ppl_ratio;

@@ -12,7 +12,8 @@
 namespace lockstep {
 namespace {
 
-// The vectors' inputs are decimal fractions; stored as f32 they are off by up to 2^-24 of their size, which moves every result by less than this.
+// The vectors' inputs are decimal fractions; stored as f32 they are off by up to 2^-24 of their size, which moves every result by
+// less than this.
 constexpr double kTol = 1e-6;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -68,10 +69,12 @@ TEST(Gap, EqualBitsGiveExactZerosAndOnes) {
   const GapMetrics g = gap_metrics(std::span(&s, 1));
   EXPECT_EQ(g.exact_mismatch, 0);
   EXPECT_FALSE(g.first_mismatch.has_value());
-  for (double zero : {*g.logprob_abs_diff, *g.logprob_abs_diff_tok, *g.logprob_abs_diff_max, *g.logprob_abs_diff_p99, *g.gap_k1, *g.gap_k3, *g.prob_diff_mean,
-                      *g.prob_diff_max, *g.prob_diff_std, *g.chi2_token, *g.chi2_seq, *g.log_ppl_diff, *g.tis_clipfrac})
+  for (double zero :
+       {*g.logprob_abs_diff, *g.logprob_abs_diff_tok, *g.logprob_abs_diff_max, *g.logprob_abs_diff_p99, *g.gap_k1, *g.gap_k3,
+        *g.prob_diff_mean, *g.prob_diff_max, *g.prob_diff_std, *g.chi2_token, *g.chi2_seq, *g.log_ppl_diff, *g.tis_clipfrac})
     EXPECT_EQ(zero, 0.0);
-  for (double one : {*g.ppl_ratio, *g.mult_prob_error, *g.ess, *g.is_ratio_min, *g.is_ratio_mean, *g.is_ratio_max}) EXPECT_EQ(one, 1.0);
+  for (double one : {*g.ppl_ratio, *g.mult_prob_error, *g.ess, *g.is_ratio_min, *g.is_ratio_mean, *g.is_ratio_max})
+    EXPECT_EQ(one, 1.0);
   EXPECT_NEAR(*g.pearson, 1.0, 1e-14);
 }
 
@@ -113,7 +116,8 @@ TEST(Gap, NonFiniteIsCountedAndPropagates) {
   const GapMetrics g = gap_metrics(std::span(&s, 1));
   EXPECT_EQ(g.nonfinite, 2);
   EXPECT_EQ(g.exact_mismatch, 2);
-  for (double x : {*g.logprob_abs_diff, *g.logprob_abs_diff_max, *g.logprob_abs_diff_p99, *g.gap_k3, *g.prob_diff_max, *g.is_ratio_max, *g.ess})
+  for (double x : {*g.logprob_abs_diff, *g.logprob_abs_diff_max, *g.logprob_abs_diff_p99, *g.gap_k3, *g.prob_diff_max,
+                   *g.is_ratio_max, *g.ess})
     EXPECT_TRUE(std::isnan(x));
 }
 
@@ -137,7 +141,8 @@ TEST(Gap, NothingTrainedMeansNoMetric) {
 TEST(Gap, PartsSplitTheFirstResponseToken) {
   const Owned a{{-1, -1, -1}, {-3, -1, -1}, {1, 1, 1}, 0}, b{{-1, -1}, {-9, -2}, {0, 1}, 1};  // b's first token is masked
   const std::vector<GapSample> samples = {a.view(), b.view()};
-  const GapMetrics first = gap_metrics(samples, {.part = GapPart::first_token}), rest = gap_metrics(samples, {.part = GapPart::rest});
+  const GapMetrics first = gap_metrics(samples, {.part = GapPart::first_token}),
+                   rest = gap_metrics(samples, {.part = GapPart::rest});
   EXPECT_EQ(first.tokens, 1);
   EXPECT_DOUBLE_EQ(*first.logprob_abs_diff_tok, 2.0);
   EXPECT_EQ(rest.tokens, 3);

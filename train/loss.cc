@@ -14,7 +14,8 @@ namespace {
 constexpr float kLogRatioMax = 20.0f;  // |log-ratio| before exp
 constexpr float kKlMax = 10.0f;        // k3 after it
 
-// Sum of a stream by the pair tree over its positions, padded with zeros to a power of two: level l holds the finished sum of 2^l neighbours.
+// Sum of a stream by the pair tree over its positions, padded with zeros to a power of two: level l holds the finished sum of 2^l
+// neighbours.
 class PairTreeSum {
  public:
   void add(double x) {
@@ -96,7 +97,8 @@ KlTerm kl_term(float logprob, float ref_logprob, KlKind kind) {
     case KlKind::k2: return {0.5f * e * e, e};
     case KlKind::k3: break;
   }
-  // k3 = exp(-e) - 1 + e. Near 0 its terms cancel, so their series is summed instead; the first term left out is below 2^-25 of the value.
+  // k3 = exp(-e) - 1 + e. Near 0 its terms cancel, so their series is summed instead; the first term left out is below 2^-25 of
+  // the value.
   if (std::abs(e) < 0.25f) {
     float p = -1.0f / 5040.0f;
     for (const float c : {1.0f / 720.0f, -1.0f / 120.0f, 1.0f / 24.0f, -1.0f / 6.0f, 0.5f}) p = std::fmaf(p, e, c);
@@ -122,11 +124,13 @@ void LossSums::add(const LossSums& o) {
   tokens += o.tokens;
 }
 
-LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, std::span<const float> entropy, const Denominators& d,
-                     const LossConfig& config, std::span<float> dlogprob, std::span<float> dentropy) {
+LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, std::span<const float> entropy,
+                     const Denominators& d, const LossConfig& config, std::span<float> dlogprob, std::span<float> dentropy) {
   const size_t n = static_cast<size_t>(sample.response_length());
   const bool policy = config.kind == LossKind::policy, kl = config.kl != KlKind::none;
-  const auto check = [&](const char* what, size_t size) { CHECK(size == n, "sample {}: {} {} for {} response tokens", sample.index, size, what, n); };
+  const auto check = [&](const char* what, size_t size) {
+    CHECK(size == n, "sample {}: {} {} for {} response tokens", sample.index, size, what, n);
+  };
   check("log-probs", logprob.size());
   check("entropies", entropy.size());
   check("log-prob gradients", dlogprob.size());
@@ -159,13 +163,15 @@ LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, 
     entropy_sum.add(entropy[t]);
     sums.clipped += term.clipped;
     sums.clipped_lower += term.clipped_lower;
-    dlogprob[t] = static_cast<float>(weight * (static_cast<double>(term.dlogprob) + static_cast<double>(config.kl_coef) * k.dlogprob));
+    dlogprob[t] =
+        static_cast<float>(weight * (static_cast<double>(term.dlogprob) + static_cast<double>(config.kl_coef) * k.dlogprob));
     dentropy[t] = static_cast<float>(-weight * static_cast<double>(config.entropy_coef));
   }
   sums.pg_loss = weight * pg_sum.sum();
   sums.kl_loss = weight * kl_sum.sum();
   sums.entropy = weight * entropy_sum.sum();
-  sums.loss = sums.pg_loss + static_cast<double>(config.kl_coef) * sums.kl_loss - static_cast<double>(config.entropy_coef) * sums.entropy;
+  sums.loss =
+      sums.pg_loss + static_cast<double>(config.kl_coef) * sums.kl_loss - static_cast<double>(config.entropy_coef) * sums.entropy;
   sums.ppo_kl = ppo_kl_sum.sum();
   sums.tokens = static_cast<double>(trained);
   return sums;

@@ -41,8 +41,8 @@ struct LossSums {
   double clipped = 0, clipped_lower = 0, ppo_kl = 0, tokens = 0;    // counts and plain sums over trained tokens
   void add(const LossSums& o);
 };
-// Fills dlogprob and dentropy [R] of one sample (0 where the mask is 0). A policy sample without old_logprob is on-policy: its ratio is 1. SFT reads neither
-// advantages nor old_logprob.
+// Fills dlogprob and dentropy [R] of one sample (0 where the mask is 0). A policy sample without old_logprob is on-policy: its
+// ratio is 1. SFT reads neither advantages nor old_logprob.
 LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, std::span<const float> entropy, const Denominators& d,
                      const LossConfig& config, std::span<float> dlogprob, std::span<float> dentropy);
 

@@ -1,4 +1,5 @@
-// Losses against the numbers of rl spec 22, and their gradients against finite differences of the whole aggregated loss written again in f64.
+// Losses against the numbers of rl spec 22, and their gradients against finite differences of the whole aggregated loss written
+// again in f64.
 
 #include "train/loss.h"
 
@@ -60,8 +61,9 @@ TEST(Loss, KlVectors) {
   EXPECT_EQ(kl_term(-0.1f, 0.0f, KlKind::none).value, 0.0f);
 }
 
-// Over the whole range k3 and its slope agree with f64 to f32 precision, and k3 is never negative. Error: below |e| = 1/4 the series costs a few roundings;
-// above, exp is good to 2 ulp, at worst 2^-22 at e = -1/4, where k3 is 0.0340 and the slope 0.284: 118 and 15 times 2^-24 relative.
+// Over the whole range k3 and its slope agree with f64 to f32 precision, and k3 is never negative. Error: below |e| = 1/4 the
+// series costs a few roundings; above, exp is good to 2 ulp, at worst 2^-22 at e = -1/4, where k3 is 0.0340 and the slope 0.284:
+// 118 and 15 times 2^-24 relative.
 TEST(Loss, K3KeepsItsPrecisionNearZero) {
   for (int i = -4000; i <= 4000; ++i) {
     for (const float scale : {1e-6f, 1e-3f, 0.005f}) {
@@ -114,8 +116,9 @@ TrainSample sft_sample(int64_t index, std::vector<float> losses) {
   return s;
 }
 
-LossSums total_loss(const std::vector<TrainSample>& samples, const std::vector<std::vector<float>>& logprobs, const std::vector<std::vector<float>>& entropies,
-                    const LossConfig& c, std::vector<std::vector<float>>* dlogprobs = nullptr, std::vector<std::vector<float>>* dentropies = nullptr) {
+LossSums total_loss(const std::vector<TrainSample>& samples, const std::vector<std::vector<float>>& logprobs,
+                    const std::vector<std::vector<float>>& entropies, const LossConfig& c,
+                    std::vector<std::vector<float>>* dlogprobs = nullptr, std::vector<std::vector<float>>* dentropies = nullptr) {
   const Denominators d = count_denominators(samples, c);
   LossSums total;
   for (size_t i = 0; i < samples.size(); ++i) {
@@ -255,8 +258,9 @@ double formula(const Case& k, const LossConfig& c, size_t move_i, size_t move_t,
   return loss;
 }
 
-// Checks value and both gradients of every token. Central difference with h = 1e-5: third derivatives are below 10 e^1.6, so its own error is below 1e-8
-// of the weight; f32 terms of size up to 10 bring a few 2^-24 of that. A bound of 2e-6 of the largest gradient holds both; a wrong term is of order 1.
+// Checks value and both gradients of every token. Central difference with h = 1e-5: third derivatives are below 10 e^1.6, so its
+// own error is below 1e-8 of the weight; f32 terms of size up to 10 bring a few 2^-24 of that. A bound of 2e-6 of the largest
+// gradient holds both; a wrong term is of order 1.
 void check_gradients(const Case& k, const LossConfig& c) {
   std::vector<std::vector<float>> dl, de;
   const double loss = total_loss(k.samples, k.logprobs, k.entropies, c, &dl, &de).loss;
@@ -274,15 +278,17 @@ void check_gradients(const Case& k, const LossConfig& c) {
         continue;
       }
       EXPECT_NEAR(dl[i][t], (formula(k, c, i, t, h, 0) - formula(k, c, i, t, -h, 0)) / (2 * h), 2e-6 * largest) << i << " " << t;
-      EXPECT_NEAR(de[i][t], (formula(k, c, i, t, 0, h) - formula(k, c, i, t, 0, -h)) / (2 * h), 2e-6 * std::max(largest, 1e-3)) << i << " " << t;
+      EXPECT_NEAR(de[i][t], (formula(k, c, i, t, 0, h) - formula(k, c, i, t, 0, -h)) / (2 * h), 2e-6 * std::max(largest, 1e-3))
+          << i << " " << t;
     }
 }
 
 TEST(Loss, GradientsMatchFiniteDifferencesForEveryVariant) {
   int variants = 0;
   for (const LossKind kind : {LossKind::policy, LossKind::sft})
-    for (const Aggregation aggregation : {Aggregation::token_mean, Aggregation::seq_mean_token_mean, Aggregation::seq_mean_token_sum,
-                                          Aggregation::seq_mean_token_sum_norm, Aggregation::token_sum})
+    for (const Aggregation aggregation :
+         {Aggregation::token_mean, Aggregation::seq_mean_token_mean, Aggregation::seq_mean_token_sum,
+          Aggregation::seq_mean_token_sum_norm, Aggregation::token_sum})
       for (const KlKind kl : {KlKind::none, KlKind::k1, KlKind::k2, KlKind::k3})
         for (const float entropy_coef : {0.0f, 0.05f})
           for (const float dual_clip : {0.0f, 1.5f}) {
@@ -311,7 +317,8 @@ TEST(Loss, CountsClippedTokensOfEverySide) {
   for (size_t i = 0; i < k.samples.size(); ++i)
     for (size_t t = 0; t < k.samples[i].mask.size(); ++t) {
       if (!k.samples[i].mask[t]) continue;
-      const double d = static_cast<double>(k.logprobs[i][t]) - k.samples[i].old_logprob[t], rho = std::exp(d), a = k.samples[i].advantage[t];
+      const double d = static_cast<double>(k.logprobs[i][t]) - k.samples[i].old_logprob[t], rho = std::exp(d),
+                   a = k.samples[i].advantage[t];
       clipped += (a > 0 && rho > 1.28) || (a < 0 && rho < 0.8);
       lower += a < 0 && rho > 1.5;
       kl -= d;

@@ -22,9 +22,7 @@ size_t tensor_set_bytes(const std::vector<TensorSpec>& table, const std::functio
   return bytes;
 }
 
-double clip_coefficient(double norm, double clip_norm) {
-  return clip_norm > 0 ? std::min(1.0, clip_norm / (norm + 1e-6)) : 1.0;
-}
+double clip_coefficient(double norm, double clip_norm) { return clip_norm > 0 ? std::min(1.0, clip_norm / (norm + 1e-6)) : 1.0; }
 
 Optimizer::Optimizer(const std::vector<TensorSpec>& table, const OptimizerConfig& config)
     : table_(table), config_(config),
@@ -60,8 +58,8 @@ double Optimizer::global_norm(Context& c, const TensorSet& gradients) const {
 }
 
 OptimizerStep Optimizer::step(Context& c, TensorSet& masters, const TensorSet& gradients) {
-  CHECK(masters.views.size() == table_.size() && gradients.views.size() == table_.size(), "{} masters and {} gradients of {} tensors",
-        masters.views.size(), gradients.views.size(), table_.size());
+  CHECK(masters.views.size() == table_.size() && gradients.views.size() == table_.size(),
+        "{} masters and {} gradients of {} tensors", masters.views.size(), gradients.views.size(), table_.size());
   OptimizerStep result{.grad_norm = global_norm(c, gradients), .lr = learning_rate(config_, steps_applied_)};
 
   // A sum of squares is finite only if every element is (one so large that its square overflows f32 counts as lost, too).

@@ -13,7 +13,8 @@
 
 namespace lockstep {
 
-// Which tensors a run trains: no buffers, no router when frozen, and never the indexer, which a language-model loss does not reach.
+// Which tensors a run trains: no buffers, no router when frozen, and never the indexer, which a language-model loss does not
+// reach.
 bool is_trained(const TensorSpec& spec, const OptimizerConfig& config);
 
 // Address space that make_tensor_set takes for the tensors that `wanted` accepts.
@@ -37,8 +38,8 @@ class Optimizer {
 
   // Moments to zero, counters to zero.
   void reset();
-  // One step on `masters`, whose views are those of the whole table; `gradients` has one for every trained tensor. A gradient with an element that is not
-  // finite changes nothing but skipped_in_a_row.
+  // One step on `masters`, whose views are those of the whole table; `gradients` has one for every trained tensor. A gradient
+  // with an element that is not finite changes nothing but skipped_in_a_row.
   OptimizerStep step(Context& c, TensorSet& masters, const TensorSet& gradients);
   // sqrt of the sum of squares over distinct tensors, added in id order.
   double global_norm(Context& c, const TensorSet& gradients) const;

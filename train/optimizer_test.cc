@@ -23,10 +23,11 @@ TensorSpec spec(std::string name, Shape shape, TensorRole role, bool indexer = f
 
 // One tensor of every kind the rules tell apart.
 std::vector<TensorSpec> test_table() {
-  std::vector<TensorSpec> table = {spec("matrix", {5, 7}, TensorRole::matrix),        spec("norm", {9}, TensorRole::norm),
-                                   spec("experts", {3, 2, 4}, TensorRole::expert),    spec("gate", {3, 4}, TensorRole::router),
-                                   spec("gate.bias", {3}, TensorRole::router_bias),   spec("tid2eid", {6, 2}, TensorRole::hash_table),
-                                   spec("index.wq", {4, 4}, TensorRole::matrix, true), spec("sink", {2}, TensorRole::sink)};
+  std::vector<TensorSpec> table = {
+      spec("matrix", {5, 7}, TensorRole::matrix),         spec("norm", {9}, TensorRole::norm),
+      spec("experts", {3, 2, 4}, TensorRole::expert),     spec("gate", {3, 4}, TensorRole::router),
+      spec("gate.bias", {3}, TensorRole::router_bias),    spec("tid2eid", {6, 2}, TensorRole::hash_table),
+      spec("index.wq", {4, 4}, TensorRole::matrix, true), spec("sink", {2}, TensorRole::sink)};
   for (size_t i = 0; i < table.size(); ++i) table[i].id = static_cast<int>(i);
   return table;
 }
@@ -43,12 +44,14 @@ struct Fixture {
   void random_gradients(uint64_t seed, float magnitude) {
     Philox rng(seed, RngPurpose::test);
     for (const TensorView& v : gradients.views)
-      for (int64_t i = 0; i < (v.empty() ? 0 : v.shape.elements()); ++i) v.ptr<float>()[i] = (2.0f * rng.uniform() - 1.0f) * magnitude;
+      for (int64_t i = 0; i < (v.empty() ? 0 : v.shape.elements()); ++i)
+        v.ptr<float>()[i] = (2.0f * rng.uniform() - 1.0f) * magnitude;
   }
   std::vector<std::vector<float>> values(const TensorSet& set) const {
     std::vector<std::vector<float>> out;
     for (const TensorView& v : set.views)
-      out.push_back(v.empty() || v.dtype != DType::f32 ? std::vector<float>() : std::vector<float>(v.ptr<float>(), v.ptr<float>() + v.shape.elements()));
+      out.push_back(v.empty() || v.dtype != DType::f32 ? std::vector<float>()
+                                                       : std::vector<float>(v.ptr<float>(), v.ptr<float>() + v.shape.elements()));
     return out;
   }
 
@@ -66,7 +69,8 @@ TEST(Optimizer, FrozenTensorsHaveNoMoments) {
     config.freeze_router = freeze;
     config.freeze_indexer = freeze;
     Fixture f(config);
-    const std::vector<bool> wanted = {true, true, true, !freeze, false, false, false, true};  // the indexer never: no gradient reaches it
+    const std::vector<bool> wanted = {true,  true,  true,  !freeze,
+                                      false, false, false, true};  // the indexer never: no gradient reaches it
     for (size_t i = 0; i < wanted.size(); ++i) {
       EXPECT_EQ(is_trained(f.table[i], config), wanted[i]) << f.table[i].name;
       EXPECT_EQ(!f.optimizer.first_moments().views[i].empty(), wanted[i]) << f.table[i].name;
@@ -83,8 +87,8 @@ TEST(Optimizer, ClipCoefficient) {
   EXPECT_EQ(clip_coefficient(1e9, 0.0), 1.0);  // 0: off
 }
 
-// Ten steps with clipping active in some, against f64. A weight of size up to 1 is rounded twice a step, 20 * 2^-25 in ten steps; an update is at most about
-// lr = 0.01 and good to some 10 * 2^-24 of that. Both together stay below 1e-6.
+// Ten steps with clipping active in some, against f64. A weight of size up to 1 is rounded twice a step, 20 * 2^-25 in ten steps;
+// an update is at most about lr = 0.01 and good to some 10 * 2^-24 of that. Both together stay below 1e-6.
 TEST(Optimizer, MatchesTheFormulas) {
   OptimizerConfig config;
   config.lr = 0.01f;
@@ -117,7 +121,8 @@ TEST(Optimizer, MatchesTheFormulas) {
         m[i][k] = b1 * m[i][k] + (1 - b1) * x;
         v[i][k] = b2 * v[i][k] + (1 - b2) * x * x;
         const double decay = f.table[i].shape.rank > 1 ? static_cast<double>(config.weight_decay) : 0.0;
-        w[i][k] -= lr * decay * w[i][k] + lr * (m[i][k] / (1 - std::pow(b1, step))) / (std::sqrt(v[i][k] / (1 - std::pow(b2, step))) + config.eps);
+        w[i][k] -= lr * decay * w[i][k] +
+                   lr * (m[i][k] / (1 - std::pow(b1, step))) / (std::sqrt(v[i][k] / (1 - std::pow(b2, step))) + config.eps);
       }
     const OptimizerStep s = f.optimizer.step(f.context, f.masters, f.gradients);
     EXPECT_FALSE(s.skipped);
@@ -141,20 +146,23 @@ TEST(Optimizer, NoDecayOnVectorsAndNothingOnFrozenTensors) {
   const auto after = f.values(f.masters);
   for (size_t i = 0; i < before.size(); ++i) {
     const bool decays = is_trained(f.table[i], config) && f.table[i].shape.rank > 1;
-    for (size_t k = 0; k < before[i].size(); ++k) EXPECT_EQ(after[i][k], decays ? before[i][k] * 0.75f : before[i][k]) << f.table[i].name;
+    for (size_t k = 0; k < before[i].size(); ++k)
+      EXPECT_EQ(after[i][k], decays ? before[i][k] * 0.75f : before[i][k]) << f.table[i].name;
   }
 }
 
 TEST(Optimizer, LostStepChangesNothingAndDoesNotAdvanceTheSchedule) {
   OptimizerConfig config;
   config.warmup_steps = 10;
-  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                          -std::numeric_limits<float>::infinity()}) {
     Fixture f(config), clean(config);
     f.random_gradients(1, 0.1f);
     clean.random_gradients(1, 0.1f);
     const OptimizerStep first = f.optimizer.step(f.context, f.masters, f.gradients);
     clean.optimizer.step(clean.context, clean.masters, clean.gradients);
-    const auto masters = f.values(f.masters), m = f.values(f.optimizer.first_moments()), v = f.values(f.optimizer.second_moments());
+    const auto masters = f.values(f.masters), m = f.values(f.optimizer.first_moments()),
+               v = f.values(f.optimizer.second_moments());
     f.gradients.views[2].ptr<float>()[5] = bad;
     for (int n = 1; n <= 2; ++n) {
       const OptimizerStep lost = f.optimizer.step(f.context, f.masters, f.gradients);

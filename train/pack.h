@@ -16,7 +16,8 @@ struct MicroBatch {
   int64_t rows = 0;
 };
 
-// Longest first, each into the first micro-batch where it still fits (ties by place in the list). A sample longer than max_rows forms its own.
+// Longest first, each into the first micro-batch where it still fits (ties by place in the list). A sample longer than max_rows
+// forms its own.
 std::vector<MicroBatch> pack(std::span<const int64_t> rows, int64_t max_rows);
 
 inline int64_t trained_rows(const TrainSample& sample) { return static_cast<int64_t>(sample.tokens.size()) - 1; }

@@ -1,4 +1,5 @@
-// Every sample is packed once, no micro-batch goes over the budget unless one sample alone does, and the packing is a function of the lengths.
+// Every sample is packed once, no micro-batch goes over the budget unless one sample alone does, and the packing is a function of
+// the lengths.
 
 #include "train/pack.h"
 

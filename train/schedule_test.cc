@@ -23,7 +23,8 @@ TEST(Schedule, WarmUpIsLinearAndEndsAtTheFullRate) {
 }
 
 TEST(Schedule, CosineMeetsItsEnds) {
-  const OptimizerConfig config{.lr = kLr, .schedule = ScheduleKind::cosine, .warmup_steps = 10, .total_steps = 110, .min_lr_ratio = 0.25f};
+  const OptimizerConfig config{
+      .lr = kLr, .schedule = ScheduleKind::cosine, .warmup_steps = 10, .total_steps = 110, .min_lr_ratio = 0.25f};
   EXPECT_EQ(learning_rate(config, 9), kLr);
   EXPECT_EQ(learning_rate(config, 10), kLr);
   EXPECT_NEAR(learning_rate(config, 60), kLr * (0.25 + 0.75 / 2), 1e-15);

@@ -9,8 +9,8 @@ namespace lockstep {
 namespace {
 
 void check_elements(const char* op, const char* name, ConstTensorView v, const Shape& shape) {
-  CHECK(v.dtype == DType::f32 && v.shape == shape && v.contiguous(), "{}: {} is {} {} with stride {}, wanted contiguous f32 {}", op,
-        name, dtype_name(v.dtype), v.shape.str(), v.row_stride, shape.str());
+  CHECK(v.dtype == DType::f32 && v.shape == shape && v.contiguous(), "{}: {} is {} {} with stride {}, wanted contiguous f32 {}",
+        op, name, dtype_name(v.dtype), v.shape.str(), v.row_stride, shape.str());
 }
 
 void check_scalar(const char* op, ConstTensorView out, DType dtype) {
@@ -23,7 +23,8 @@ template <typename F>
 void for_each_block(Context& c, int64_t n, int64_t cost, const F& f) {
   const int64_t blocks = (n + kSumSquaresBlock - 1) / kSumSquaresBlock;
   parallel_for(c, blocks, kSumSquaresBlock * cost, [&](int64_t begin, int64_t end, int worker) {
-    for (int64_t b = begin; b < end; ++b) f(b * kSumSquaresBlock, std::min(kSumSquaresBlock, n - b * kSumSquaresBlock), b, worker);
+    for (int64_t b = begin; b < end; ++b)
+      f(b * kSumSquaresBlock, std::min(kSumSquaresBlock, n - b * kSumSquaresBlock), b, worker);
   });
 }
 

@@ -33,11 +33,6 @@ struct Scratch {
   float* highest = nullptr;          // [heads] (forward)
 };
 
-template <typename P>
-P* Take(Arena& arena, int64_t n, std::string_view name) {
-  return static_cast<P*>(arena.allocate(sizeof(P) * static_cast<size_t>(n), name));
-}
-
 template <typename T>
 Scratch* MakeScratch(Context& c, int64_t tile, int64_t longest_window_rows, int64_t longest_entries, int64_t heads, int64_t width,
                      bool backward) {
@@ -49,8 +44,8 @@ Scratch* MakeScratch(Context& c, int64_t tile, int64_t longest_window_rows, int6
     s.window = MakeKeyColumns<T>(arena, longest_window_rows + tile - 1, width);
     s.entries = MakeKeyColumns<T>(arena, longest_entries, width);
     s.list = Take<const float*>(arena, longest, "attention rows");
-    s.stride = ((longest + 3 * kTreeLanes + 15) / 16 | 1) * 16;
-    s.weight = Take<float>(arena, (backward ? 2 : 1) * heads * s.stride, "attention weights") + kTreeLanes;
+    s.stride = ((longest + 2 * kTreeLanes + 15) / 16 | 1) * 16;
+    s.weight = Take<float>(arena, (backward ? 2 : 1) * heads * s.stride, "attention weights");
     s.weight_row = Take<float*>(arena, heads, "attention weight rows");
     s.query = Take<float>(arena, heads * width, "attention query");
     s.out_row = Take<float*>(arena, heads, "attention output rows");
@@ -107,10 +102,8 @@ class Tile {
 
   // out[h][j] = x[h] . row j of the current list, with up to a vector of anything after the last.
   void Dots(const float* x, float* const* out) const {
-    const int64_t shift = window_offset_ % kLanes;
     RowProducts p = {.weight = x, .out_step = width_, .row_step = 1, .row = scratch_.window.channel, .num_rows = width_,
-                     .row_offset = window_offset_ - shift, .out = out, .num_out = heads_, .out_offset = -shift,
-                     .width = RoundUp(shift + num_window_)};
+                     .row_offset = window_offset_, .out = out, .num_out = heads_, .out_offset = 0, .width = RoundUp(num_window_)};
     MultiplyRows(p);
     if (num_entries_ == 0) return;
     p.row = scratch_.entries.channel;
@@ -131,13 +124,6 @@ class Tile {
   int64_t s_ = 0, end_ = 0, first_ = 0, entries_loaded_ = 0;
   int64_t num_window_ = 0, num_entries_ = 0, window_offset_ = 0;
 };
-
-// Row of heads in f32: the row itself, or a copy.
-HWY_INLINE const float* QueryRow(const float* q, int64_t, float*) { return q; }
-HWY_INLINE const float* QueryRow(const bf16* q, int64_t n, float* copy) {
-  ConvertRow(copy, q, n);
-  return copy;
-}
 
 // l = scale * dots; l becomes exp(l - max(l, sink)). Returns the maximum.
 float ExpLogits(float* l, int64_t n, float scale, float sink) {
@@ -182,17 +168,13 @@ void BackwardWeights(float* dp, float* l, int64_t n, float scale, float lse, flo
   }
 }
 
-// Blocks of early and late rows alternate, so that equal shares of blocks are about equal work when lists grow with the position.
-int64_t Alternate(int64_t i, int64_t n) { return i % 2 == 0 ? i / 2 : n - 1 - i / 2; }
-
 template <typename T>
 void Forward(Context& c, TensorView o, TensorView lse, ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink,
              const SequenceView& seq, const AttentionShape& shape) {
   const int64_t heads = q.dim(1), width = q.dim(2), num_tokens = seq.num_tokens;
   const int64_t window_rows = longest_window(seq, shape), entry_rows = longest_entry_list(keys, seq, shape);
   const KeyReader<T> reader(keys, seq, shape, width);
-  const int64_t threads = c.num_threads();
-  const int64_t block = threads == 1 ? kTileQueries : std::clamp<int64_t>(num_tokens / (4 * threads), 1, kTileQueries);
+  const int64_t block = QueryBlock(c, num_tokens, kTileQueries);
   const int64_t num_blocks = (num_tokens + block - 1) / block;
   ArenaScope scope(*c.workspace);
   Scratch* scratches = MakeScratch<T>(c, block, window_rows, entry_rows, heads, width, /*backward=*/false);
@@ -202,17 +184,17 @@ void Forward(Context& c, TensorView o, TensorView lse, ConstTensorView q, const 
   const float* sinks = sink.ptr<float>();
 
   const int64_t cost = (window_rows + entry_rows) * width * (heads / 8 + 1) * block;
-  parallel_for(c, num_blocks, cost, [&](int64_t begin, int64_t end, int worker) {
+  parallel_for(c, num_blocks, cost, [&](int64_t begin, int64_t end, int worker) HWY_ATTR {
     Scratch& s = scratches[worker];
     Tile<T> tile(reader, keys, shape, s, heads, width);
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t b = Alternate(i, num_blocks), block_end = std::min(num_tokens, (b + 1) * block);
+      const int64_t b = AlternatingBlock(i, num_blocks), block_end = std::min(num_tokens, (b + 1) * block);
       for (int64_t t = b * block; t < block_end;) {
         const int64_t sequence = token_seq[t], tile_end = std::min<int64_t>(block_end, seq_row[sequence + 1]);
         tile.Load(sequence, token_pos[t], token_pos[t] + tile_end - t);
         for (; t < tile_end; ++t) {
           const int64_t n = tile.Select(t, token_pos[t]).size();
-          tile.Dots(QueryRow(q.row<T>(t), heads * width, s.query), s.weight_row);
+          tile.Dots(AsFloats(q.row<T>(t), heads * width, s.query), s.weight_row);
           float* lse_row = lse.data == nullptr ? nullptr : lse.row<float>(t);
           for (int64_t h = 0; h < heads; ++h) s.highest[h] = ExpLogits(s.weight_row[h], n, shape.scale, sinks[h]);
           MultiplyRows({.weight = s.weight, .out_step = s.stride, .row_step = 1, .row = s.list, .num_rows = n, .row_offset = 0,
@@ -243,7 +225,7 @@ void Backward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_acc
   const int32_t* seq_row = seq.seq_row.ptr<int32_t>();
   const float* sinks = sink.ptr<float>();
 
-  const auto run_sequence = [&](int64_t sequence, Scratch& s, Tile<T>& tile) {
+  const auto run_sequence = [&](int64_t sequence, Scratch& s, Tile<T>& tile) HWY_ATTR {
     const int64_t first_row = seq_row[sequence], num_rows = seq_row[sequence + 1] - first_row;
     float* sink_part = sink_parts + sequence * heads;
     std::fill_n(sink_part, heads, 0.0f);
@@ -259,7 +241,7 @@ void Backward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_acc
         for (int64_t j = 0; j < list.num_entries; ++j)
           s.row_grad[num_window + j] = dentries_accum.row<float>(entry_row(seq, shape.per_page, sequence, list.entry(j)));
 
-        const float* query = QueryRow(q.row<T>(t), heads * width, s.query);
+        const float* query = AsFloats(q.row<T>(t), heads * width, s.query);
         const float* grad = d_o.row<float>(t);
         const T* output = o.row<T>(t);
         tile.Dots(query, s.weight_row);
@@ -283,7 +265,7 @@ void Backward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_acc
 
   // Shares are counted in rows, and a sequence goes to the share its first row is in.
   const int64_t cost = (window_rows + entry_rows) * width * (heads / 3 + 1);
-  parallel_for(c, num_sequences == 1 ? 1 : seq.num_tokens, num_sequences == 1 ? 0 : cost, [&](int64_t begin, int64_t end, int worker) {
+  parallel_for(c, num_sequences == 1 ? 1 : seq.num_tokens, num_sequences == 1 ? 0 : cost, [&](int64_t begin, int64_t end, int worker) HWY_ATTR {
     Scratch& s = scratches[worker];
     Tile<T> tile(reader, keys, shape, s, heads, width);
     for (int64_t sequence = token_seq[begin]; sequence < num_sequences && seq_row[sequence] < end; ++sequence)

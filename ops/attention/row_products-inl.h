@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "core/arena.h"
+#include "core/context.h"
 #include "ops/fixed_math-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -121,6 +121,25 @@ inline void ConvertRow(float* to, const bf16* from, int64_t n) {
   for (; i < n; ++i) to[i] = to_f32(from[i]);
 }
 
+// n numbers in f32: themselves, or a copy.
+inline const float* AsFloats(const float* x, int64_t, float*) { return x; }
+inline const float* AsFloats(const bf16* x, int64_t n, float* copy) {
+  ConvertRow(copy, x, n);
+  return copy;
+}
+
+template <typename P>
+P* Take(Arena& arena, int64_t n, std::string_view name) {
+  return static_cast<P*>(arena.allocate(sizeof(P) * static_cast<size_t>(n), name));
+}
+
+// Queries are shared out in blocks: enough of them for every worker, none longer than a tile.
+inline int64_t QueryBlock(const Context& c, int64_t num_queries, int64_t tile) {
+  return c.num_threads() == 1 ? tile : std::clamp<int64_t>(num_queries / (4 * c.num_threads()), 1, tile);
+}
+// Early and late blocks alternate, so that equal shares of blocks are about equal work when lists grow with the position.
+inline int64_t AlternatingBlock(int64_t i, int64_t num_blocks) { return i % 2 == 0 ? i / 2 : num_blocks - 1 - i / 2; }
+
 // A transposed f32 copy of key rows (channel[i][j] is channel i of row j), and the rows themselves in f32, wherever they are.
 struct KeyColumns {
   const float** channel = nullptr;  // [width]
@@ -136,11 +155,10 @@ template <typename T>
 KeyColumns MakeKeyColumns(Arena& arena, int64_t capacity, int64_t width) {
   KeyColumns k;
   k.stride = ((capacity + kTreeLanes + 15) / 16 | 1) * 16;
-  k.channel = static_cast<const float**>(arena.allocate(sizeof(float*) * static_cast<size_t>(width), "key channels"));
-  k.row = static_cast<const float**>(arena.allocate(sizeof(float*) * static_cast<size_t>(capacity), "key rows"));
-  k.transposed = static_cast<float*>(arena.allocate(sizeof(float) * static_cast<size_t>(k.stride * width), "transposed keys"));
-  if constexpr (!std::is_same_v<T, float>)
-    k.converted = static_cast<float*>(arena.allocate(sizeof(float) * static_cast<size_t>(capacity * width), "f32 keys"));
+  k.channel = Take<const float*>(arena, width, "key channels");
+  k.row = Take<const float*>(arena, capacity, "key rows");
+  k.transposed = Take<float>(arena, k.stride * width, "transposed keys");
+  if constexpr (!std::is_same_v<T, float>) k.converted = Take<float>(arena, capacity * width, "f32 keys");
   for (int64_t i = 0; i < width; ++i) k.channel[i] = k.transposed + i * k.stride;
   return k;
 }

@@ -6,7 +6,8 @@
 //   ids    [T, K] i32     ascending in every row: slot order is ascending expert id; a repeated id of a hash row keeps both slots
 //   weight [T, K] f32
 // route_backward (both kinds): dz [T, E] f32, written: zero for unselected experts. dweight [T, K] f32. Repeated ids add.
-//   ds_j = (factor / S) (dweight_j - sum_i dweight_i s_i / S), S = sum_i s_i + 1e-20;  dz = ds * sigmoid(z) / (2 s), 0 where s == 0
+//   ds_j = (factor / S) (dweight_j - sum_i dweight_i s_i / S), S = sum_i s_i + 1e-20
+//   dz = ds * sigmoid(z) / (2 s), 0 where s == 0
 // Numerics: f32; sums over slots run in ascending slot order. Row contract holds. K <= kMaxExpertsPerToken, E <= kMaxExperts.
 // Scratch: none. Source: V4 spec 2.8, 6.4.
 

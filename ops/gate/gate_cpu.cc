@@ -23,8 +23,8 @@ void sort_ascending(int32_t* ids, int64_t n) {
   }
 }
 
-// The ids of the k largest key[e] = s[e] + bias[e], ascending. Candidates come in ascending id and replace only a strictly smaller
-// key, so ties go to the lower id; keys that are NaN lose to every number and still leave k valid ids.
+// The ids of the k largest key[e] = s[e] + bias[e], ascending. Candidates come in ascending id and replace only a strictly
+// smaller key, so ties go to the lower id; keys that are NaN lose to every number and still leave k valid ids.
 void select_top(int32_t* ids, int64_t k, const float* s, const float* bias, int64_t experts) {
   float best[kMaxExpertsPerToken];  // descending, beside ids
   int64_t kept = 0;

@@ -40,12 +40,12 @@ TEST(Gate, SpecVector) {
 }
 
 // The whole op against a sort in f64. A score carries at most 3.5 eps (softplus 6 eps, halved by the root, and the root's own
-// rounding), the sum of K adds K / 2, division and factor one each: (9 + K) eps relative. Rows where the K-th and the next key lie
-// closer than the f32 keys can tell apart are left out.
+// rounding), the sum of K adds K / 2, division and factor one each: (9 + K) eps relative. Rows where the K-th and the next key
+// lie closer than the f32 keys can tell apart are left out.
 TEST(Gate, ScoredMatchesSortingInF64) {
   struct Case { int64_t rows, experts, k; bool bias; };
-  for (const Case& p : {Case{0, 8, 2, true}, Case{1, 1, 1, false}, Case{33, 7, 7, true}, Case{200, 8, 2, false}, Case{200, 32, 4, true},
-                        Case{64, 256, 6, true}, Case{64, 384, 8, true}, Case{40, 31, 16, true}}) {
+  for (const Case& p : {Case{0, 8, 2, true}, Case{1, 1, 1, false}, Case{33, 7, 7, true}, Case{200, 8, 2, false},
+                        Case{200, 32, 4, true}, Case{64, 256, 6, true}, Case{64, 384, 8, true}, Case{40, 31, 16, true}}) {
     CpuContext c(2, kSmallWorkspace);
     const Tensor z = random_tensor(11 + p.experts, DType::f32, {p.rows, p.experts}, 6.0f);
     const Tensor bias = random_tensor(5, DType::f32, {p.experts}, 0.5f);
@@ -110,7 +110,8 @@ TEST(Gate, HashRowsFollowTheTable) {
   route_hashed(c, r.ids, r.weight, z, tokens, table, 1.5f);
   int64_t repeated = 0;
   for (int64_t t = 0; t < rows; ++t) {
-    std::vector<int32_t> want(table.ptr<int32_t>() + tokens.ptr<int32_t>()[t] * k, table.ptr<int32_t>() + (tokens.ptr<int32_t>()[t] + 1) * k);
+    std::vector<int32_t> want(table.ptr<int32_t>() + tokens.ptr<int32_t>()[t] * k,
+                              table.ptr<int32_t>() + (tokens.ptr<int32_t>()[t] + 1) * k);
     std::sort(want.begin(), want.end());
     double sum = 0;
     for (int32_t id : want) sum += score(z.get(t * experts + id));
@@ -168,8 +169,8 @@ TEST(Gate, RowContract) {
   }
 }
 
-// Central differences of the f64 formula. The bound follows the operations: each of the two terms of ds carries the relative error
-// of s (3.5 eps) a few times and the sums' K / 2, sigmoid / 2s another 10: (24 + K) eps of the terms' magnitudes.
+// Central differences of the f64 formula. The bound follows the operations: each of the two terms of ds carries the relative
+// error of s (3.5 eps) a few times and the sums' K / 2, sigmoid / 2s another 10: (24 + K) eps of the terms' magnitudes.
 TEST(Gate, BackwardMatchesFiniteDifferences) {
   const int64_t rows = 12, experts = 10, k = 4;
   const float factor = 1.5f;
@@ -207,7 +208,8 @@ TEST(Gate, BackwardMatchesFiniteDifferences) {
           terms += std::abs(dweight.get(t * k + i)) * (here ? 2 : 1);
         }
         const double x = z.get(t * experts + e);
-        const double bound = factor / sum * terms / (1 + std::exp(-x)) / (2 * score(x)) * (24 + k) * kEps * std::max<int64_t>(chosen, 1);
+        const double bound =
+            factor / sum * terms / (1 + std::exp(-x)) / (2 * score(x)) * (24 + k) * kEps * std::max<int64_t>(chosen, 1);
         const double want = (loss(t, e, 1e-5) - loss(t, e, -1e-5)) / 2e-5;
         if (chosen == 0) {
           EXPECT_EQ(dz.get(t * experts + e), 0.0f);

@@ -1,3 +1,493 @@
 #include "ops/hyperconn/hyperconn.h"
 
 #include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "ops/hyperconn/hyperconn_cpu.h"
+#include "ops/testing.h"
+
+namespace lockstep {
+namespace {
+
+using testing::Tensor;
+
+constexpr double kUnit = 0x1p-24;  // half an ulp of 1 in f32
+
+// ---- The formulas of V4 spec 2.2 and 2.9 in f64, one token at a time, with true divisions.
+
+struct Parameters {
+  std::vector<double> fn, base, scale;
+  HyperShape shape;
+  bool head = false;
+  int64_t logits() const { return static_cast<int64_t>(base.size()); }
+};
+struct Coefficients {
+  std::vector<double> pre, post, comb;
+};
+
+std::vector<double> doubles(const Tensor& t) {
+  std::vector<double> out(t.elements());
+  for (int64_t i = 0; i < t.elements(); ++i) out[i] = t.get(i);
+  return out;
+}
+
+double sigmoid(double z) { return 1 / (1 + std::exp(-z)); }
+
+std::vector<double> sinkhorn(std::vector<double> c, int64_t n, int iters, double eps) {
+  for (int64_t j = 0; j < n; ++j) {
+    double sum = 0;
+    for (int64_t k = 0; k < n; ++k) sum += std::exp(c[j * n + k]);
+    for (int64_t k = 0; k < n; ++k) c[j * n + k] = std::exp(c[j * n + k]) / sum + eps;
+  }
+  for (int i = 0; i < iters; ++i) {
+    if (i > 0)
+      for (int64_t j = 0; j < n; ++j) {
+        double sum = eps;
+        for (int64_t k = 0; k < n; ++k) sum += c[j * n + k];
+        for (int64_t k = 0; k < n; ++k) c[j * n + k] /= sum;
+      }
+    for (int64_t k = 0; k < n; ++k) {
+      double sum = eps;
+      for (int64_t j = 0; j < n; ++j) sum += c[j * n + k];
+      for (int64_t j = 0; j < n; ++j) c[j * n + k] /= sum;
+    }
+  }
+  return c;
+}
+
+double inverse_rms(const double* x, int64_t elements, double eps) {
+  double squares = 0;
+  for (int64_t i = 0; i < elements; ++i) squares += x[i] * x[i];
+  return 1 / std::sqrt(squares / static_cast<double>(elements) + eps);
+}
+
+std::vector<double> logits_of(const double* x, const Parameters& p) {
+  const int64_t n = p.shape.streams, elements = static_cast<int64_t>(p.fn.size()) / p.logits();
+  const double inv = inverse_rms(x, elements, p.shape.norm_eps);
+  std::vector<double> z(p.logits());
+  for (int64_t r = 0; r < p.logits(); ++r) {
+    double dot = 0;
+    for (int64_t i = 0; i < elements; ++i) dot += p.fn[r * elements + i] * x[i];
+    z[r] = inv * dot * p.scale[r < n ? 0 : r < 2 * n ? 1 : 2] + p.base[r];
+  }
+  return z;
+}
+
+Coefficients mix(const double* x, const Parameters& p) {
+  const int64_t n = p.shape.streams;
+  const std::vector<double> z = logits_of(x, p);
+  Coefficients c;
+  for (int64_t j = 0; j < n; ++j) c.pre.push_back(sigmoid(z[j]) + p.shape.hc_eps);
+  if (p.head) return c;
+  for (int64_t j = 0; j < n; ++j) c.post.push_back(2 * sigmoid(z[n + j]));
+  c.comb = sinkhorn({z.begin() + 2 * n, z.end()}, n, p.shape.sinkhorn_iters, p.shape.hc_eps);
+  return c;
+}
+
+// ---- Inputs.
+
+struct Site {
+  Tensor x, fn, base, scale;
+  HyperShape shape;
+  bool head = false;
+
+  Site(uint64_t seed, DType dtype, int64_t rows, int64_t streams, int64_t width, bool head_form = false, int iters = 20) : head(head_form) {
+    const int64_t logits = head ? streams : (2 + streams) * streams;
+    x = testing::random_tensor(seed, dtype, {rows, streams, width}, 2.0f);
+    fn = testing::random_tensor(seed + 1, DType::f32, {logits, streams * width}, 1.0f / std::sqrt(static_cast<float>(streams * width)));
+    base = testing::random_tensor(seed + 2, DType::f32, {logits}, 1.5f);
+    scale = testing::random_tensor(seed + 3, DType::f32, {head ? 1 : 3}, 1.5f);
+    shape = {.streams = streams, .sinkhorn_iters = iters, .norm_eps = 0.01f, .hc_eps = 0.01f};  // large enough to be missed
+  }
+  HyperWeights weights() const { return {.fn = {.rows = fn, .panels = {}}, .base = base, .scale = scale}; }
+  Parameters parameters() const { return {doubles(fn), doubles(base), doubles(scale), shape, head}; }
+  int64_t rows() const { return x.view().dim(0); }
+  int64_t logits() const { return base.elements(); }
+};
+
+struct Mixed {
+  Tensor pre, post, comb, raw, inv_rms;
+
+  Mixed(CpuContext& c, const Site& s) {
+    const int64_t n = s.shape.streams;
+    pre = Tensor(DType::f32, {s.rows(), n});
+    raw = Tensor(DType::f32, {s.rows(), s.logits()});
+    inv_rms = Tensor(DType::f32, {s.rows()});
+    if (s.head) {
+      hyper_head_mix(c, pre, raw, inv_rms, s.x, s.weights(), s.shape);
+      return;
+    }
+    post = Tensor(DType::f32, {s.rows(), n});
+    comb = Tensor(DType::f32, {s.rows(), n * n});
+    hyper_mix(c, pre, post, comb, raw, inv_rms, s.x, s.weights(), s.shape);
+  }
+};
+
+// ---- Forward.
+
+TEST(Hyperconn, SinkhornOfTheSpec) {
+  CpuContext c;
+  Site s(1, DType::f32, 1, 4, 8);
+  const double logits[16] = {0.5, -1, 2, 0, 1.5, 0.25, -0.75, 1, -2, 3, 0.1, 0.4, 0, 0, 1, -1};
+  const double want[16] = {0.2305377, 0.0252595, 0.5280441, 0.2161579, 0.4690040, 0.0659821, 0.0252645, 0.4397486,
+                           0.0105180, 0.7663860, 0.0438910, 0.1792038, 0.2899394, 0.1423714, 0.4027995, 0.1648888};
+  s.shape.hc_eps = 1e-6f;
+  s.scale.set(2, 0);  // the logits are then the base alone
+  for (int i = 0; i < 16; ++i) s.base.set(8 + i, logits[i]);
+  const Mixed m(c, s);
+  for (int i = 0; i < 16; ++i) EXPECT_NEAR(m.comb.get(i), want[i], 0.5e-7 + 20 * kUnit * want[i]) << i;
+  for (int k = 0; k < 4; ++k)
+    EXPECT_NEAR(m.comb.get(k) + m.comb.get(4 + k) + m.comb.get(8 + k) + m.comb.get(12 + k), 0.9999990, 3e-7);
+}
+
+struct Sizes {
+  int64_t rows, streams, width;
+};
+const Sizes kSizes[] = {{0, 4, 8}, {1, 4, 64}, {3, 1, 1}, {17, 2, 7}, {5, 3, 33}, {40, 4, 16}, {33, 4, 37}, {2, 5, 20}, {18, 8, 12}, {200, 4, 64}};
+
+TEST(Hyperconn, MixMatchesTheFormula) {
+  CpuContext c(2);
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const bool head : {false, true})
+      for (const Sizes& k : kSizes) {
+        // Few iterations too: twenty have converged, so that one more or less would not show.
+        const Site s(1, dtype, k.rows, k.streams, k.width, head, k.rows % 3 == 0 ? 20 : static_cast<int>(k.rows % 3));
+        const Parameters p = s.parameters();
+        const Mixed m(c, s);
+        const int64_t n = k.streams, elements = n * k.width;
+        const std::vector<double> x = doubles(s.x);
+        for (int64_t t = 0; t < k.rows; ++t) {
+          const Coefficients want = mix(x.data() + t * elements, p);
+          const std::vector<double> z = logits_of(x.data() + t * elements, p);
+          const double inv = inverse_rms(x.data() + t * elements, elements, s.shape.norm_eps);
+          // Error of a logit: the chain of `elements` products, the mean square (halved by the root) and three products.
+          std::vector<double> z_error(z.size());
+          for (size_t r = 0; r < z.size(); ++r) {
+            double size = 0;
+            for (int64_t i = 0; i < elements; ++i) size += std::abs(p.fn[r * elements + i] * x[t * elements + i]);
+            const double roundings = static_cast<double>(elements) + static_cast<double>(elements) / 32 + 8;
+            const double scale = std::abs(p.scale[head ? 0 : static_cast<int64_t>(r) < n ? 0 : static_cast<int64_t>(r) < 2 * n ? 1 : 2]);
+            z_error[r] = kUnit * (roundings * inv * size * scale + std::abs(z[r]));
+          }
+          // The slope of the sigmoid is at most 1/4; exp within 2 ulp, a sum, a division, + eps: 7 units.
+          for (int64_t j = 0; j < n; ++j) EXPECT_NEAR(m.pre.get(t * n + j), want.pre[j], z_error[j] / 4 + 7 * kUnit);
+          if (head) continue;
+          for (int64_t j = 0; j < n; ++j)
+            EXPECT_NEAR(m.post.get(t * n + j), want.post[j], z_error[n + j] / 2 + 14 * kUnit);
+          // A relative error e entering at any step of Sinkhorn shrinks by kappa = tanh(spread / 2) or better at each later one
+          // (Birkhoff; projective diameter at most twice the spread of the logits). Softmax: 6 units and the logits' own error;
+          // each division: n sums, a reciprocal, a product. Both potentials of c carry it, each at both ends of its oscillation.
+          const auto [low, high] = std::minmax_element(z.begin() + 2 * n, z.end());
+          const double kappa = std::tanh((*high - *low) / 2);
+          const double entering = *std::max_element(z_error.begin() + 2 * n, z_error.end()) +
+                                  (6 + (*high - *low) + static_cast<double>(n) + 2) * kUnit;
+          const double relative = 4 * entering / (1 - kappa);
+          for (int64_t i = 0; i < n * n; ++i) EXPECT_NEAR(m.comb.get(t * n * n + i), want.comb[i], relative * want.comb[i]) << n << " " << i;
+        }
+      }
+}
+
+TEST(Hyperconn, PreAndPostMatchTheFormula) {
+  CpuContext c(2);
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const Sizes& k : kSizes) {
+      const int64_t n = k.streams;
+      const Tensor x = testing::random_tensor(1, dtype, {k.rows, n, k.width}), y = testing::random_tensor(2, dtype, {k.rows, k.width});
+      const Tensor pre = testing::random_tensor(3, DType::f32, {k.rows, n}), post = testing::random_tensor(4, DType::f32, {k.rows, n});
+      const Tensor comb = testing::random_tensor(5, DType::f32, {k.rows, n * n});
+      Tensor h(dtype, {k.rows, k.width}), xout(dtype, {k.rows, n, k.width});
+      hyper_pre(c, h, x, pre);
+      hyper_post(c, xout, x, y, post, comb);
+      const double storage = dtype == DType::bf16 ? 0x1p-8 : 0;
+      for (int64_t t = 0; t < k.rows; ++t)
+        for (int64_t i = 0; i < k.width; ++i) {
+          const auto stream = [&](int64_t j) { return static_cast<double>(x.get((t * n + j) * k.width + i)); };
+          double want = 0, size = 0;
+          for (int64_t j = 0; j < n; ++j) {
+            want += pre.get(t * n + j) * stream(j);
+            size += std::abs(pre.get(t * n + j) * stream(j));
+          }
+          EXPECT_NEAR(h.get(t * k.width + i), want, static_cast<double>(n) * kUnit * size + storage * std::abs(want));
+          for (int64_t to = 0; to < n; ++to) {
+            want = static_cast<double>(post.get(t * n + to)) * y.get(t * k.width + i);
+            size = std::abs(want);
+            for (int64_t j = 0; j < n; ++j) {
+              const double term = comb.get(t * n * n + j * n + to) * stream(j);
+              want += term;
+              size += std::abs(term);
+            }
+            EXPECT_NEAR(xout.get((t * n + to) * k.width + i), want, static_cast<double>(n + 1) * kUnit * size + storage * std::abs(want));
+          }
+        }
+    }
+}
+
+// ---- Backward.
+
+// Central difference of f, in f64.
+template <typename F>
+double slope(const F& f, double& at, double h) {
+  const double kept = at;
+  at = kept + h;
+  const double up = f();
+  at = kept - h;
+  const double down = f();
+  at = kept;
+  return (up - down) / (2 * h);
+}
+
+TEST(Hyperconn, MixBackwardIsTheGradient) {
+  CpuContext c(2);
+  struct Case {
+    int64_t rows, streams, width;
+    bool head;
+    int iters;
+  };
+  for (const Case& k : {Case{1, 1, 3, false, 20}, Case{3, 2, 5, false, 1}, Case{2, 3, 4, false, 3}, Case{3, 4, 9, false, 20},
+                        Case{2, 4, 16, true, 20}, Case{3, 3, 7, true, 20}}) {
+    const int64_t n = k.streams, elements = n * k.width;
+    const Site s(1, DType::f32, k.rows, n, k.width, k.head, k.iters);
+    const Mixed m(c, s);
+    const Tensor dpre = testing::random_tensor(11, DType::f32, {k.rows, n}), dpost = testing::random_tensor(12, DType::f32, {k.rows, n});
+    const Tensor dcomb = testing::random_tensor(13, DType::f32, {k.rows, n * n});
+    const Tensor dx_start = testing::random_tensor(14, DType::f32, s.x.view().shape);
+    const Tensor dfn_start = testing::random_tensor(15, DType::f32, s.fn.view().shape);
+    const Tensor dbase_start = testing::random_tensor(16, DType::f32, s.base.view().shape);
+    const Tensor dscale_start = testing::random_tensor(17, DType::f32, s.scale.view().shape);
+    const auto run = [&](Tensor& dx, const HyperGradients& dw) {
+      if (k.head) hyper_head_mix_backward(c, dx, dw, dpre, m.raw, m.inv_rms, s.x, s.weights(), s.shape);
+      else hyper_mix_backward(c, dx, dw, dpre, dpost, dcomb, m.raw, m.inv_rms, s.x, s.weights(), s.shape);
+    };
+    Tensor dx = testing::to_dtype(dx_start, DType::f32), dfn = testing::to_dtype(dfn_start, DType::f32);
+    Tensor dbase = testing::to_dtype(dbase_start, DType::f32), dscale = testing::to_dtype(dscale_start, DType::f32);
+    run(dx, {.fn = dfn, .base = dbase, .scale = dscale});
+    Tensor dx_only = testing::to_dtype(dx_start, DType::f32);
+    run(dx_only, {});
+    EXPECT_EQ(testing::count_bit_differences(dx_only, dx), 0);
+
+    Parameters p = s.parameters();
+    std::vector<double> x = doubles(s.x);
+    const auto loss = [&] {
+      double sum = 0;
+      for (int64_t t = 0; t < k.rows; ++t) {
+        const Coefficients out = mix(x.data() + t * elements, p);
+        for (int64_t j = 0; j < n; ++j) sum += out.pre[j] * dpre.get(t * n + j);
+        for (size_t j = 0; j < out.post.size(); ++j) sum += out.post[j] * dpost.get(t * n + static_cast<int64_t>(j));
+        for (size_t i = 0; i < out.comb.size(); ++i) sum += out.comb[i] * dcomb.get(t * n * n + static_cast<int64_t>(i));
+      }
+      return sum;
+    };
+    // Error of a logit's gradient: it passes (2 iters - 1) divisions, n + 3 roundings each, forward and back, of gradients below
+    // 2; the softmax and sigmoids add 30; the logits' own error (elements + 8 units) moves a slope below 1.
+    const double roundings = 2.0 * (2 * k.iters - 1) * static_cast<double>(n + 3) + 30 + static_cast<double>(elements) + 8;
+    const double g_error = 2 * roundings * kUnit;
+    const double differences = 1e-8;  // h = 1e-5: h^2 of a third derivative and 1e-15 / h of rounding
+    const double h = 1e-5;
+    for (int64_t t = 0; t < k.rows; ++t) {
+      const double inv = inverse_rms(x.data() + t * elements, elements, s.shape.norm_eps);
+      for (int64_t i = 0; i < elements; ++i) {
+        // dx = inv fn' (scale g) - x (inv^3 / N) (scale g . raw): every term with the error of g and its own sums' roundings.
+        double through_fn = 0, through_inv = 0;
+        for (int64_t r = 0; r < p.logits(); ++r) {
+          const double scale = std::abs(p.scale[r < n ? 0 : r < 2 * n ? 1 : 2]);
+          through_fn += scale * std::abs(p.fn[r * elements + i]) * inv;
+          through_inv += scale * std::abs(m.raw.get(t * p.logits() + r) * x[t * elements + i]) * inv * inv * inv / static_cast<double>(elements);
+        }
+        const double tolerance = (through_fn + through_inv) * (g_error + 2 * static_cast<double>(p.logits() + 10) * kUnit) + 2 * kUnit + differences;
+        const int64_t at = t * elements + i;
+        EXPECT_NEAR(dx.get(at) - dx_start.get(at), slope(loss, x[at], h), tolerance) << n << (k.head ? " head " : " ") << at;
+      }
+    }
+    // |mu| is at most |fn row| sqrt(N) <= 1 * sqrt(N) here; products with x have |inv x| <= sqrt(N).
+    const double rows = static_cast<double>(k.rows), root = std::sqrt(static_cast<double>(elements));
+    const double sum_error = rows * (g_error + 2 * (rows + 10) * kUnit);
+    for (int64_t i = 0; i < dfn.elements(); ++i)
+      EXPECT_NEAR(dfn.get(i) - dfn_start.get(i), slope(loss, p.fn[i], h), 1.5 * root * sum_error + 2 * kUnit + differences) << i;
+    for (int64_t i = 0; i < dbase.elements(); ++i)
+      EXPECT_NEAR(dbase.get(i) - dbase_start.get(i), slope(loss, p.base[i], h), sum_error + 2 * kUnit + differences) << i;
+    for (int64_t i = 0; i < dscale.elements(); ++i)
+      EXPECT_NEAR(dscale.get(i) - dscale_start.get(i), slope(loss, p.scale[i], h),
+                  static_cast<double>(n * n) * root * sum_error + 2 * kUnit + differences) << i;
+  }
+}
+
+// Both ops are linear in each input, so a difference with step 1 is the gradient itself.
+TEST(Hyperconn, PreAndPostBackwardAreTheGradients) {
+  CpuContext c(2);
+  for (const Sizes& k : {Sizes{1, 1, 1}, Sizes{3, 2, 7}, Sizes{2, 4, 37}, Sizes{2, 5, 16}}) {
+    const int64_t n = k.streams, width = k.width, rows = k.rows;
+    const Tensor x = testing::random_tensor(1, DType::f32, {rows, n, width}), y = testing::random_tensor(2, DType::f32, {rows, width});
+    const Tensor pre = testing::random_tensor(3, DType::f32, {rows, n}), post = testing::random_tensor(4, DType::f32, {rows, n});
+    const Tensor comb = testing::random_tensor(5, DType::f32, {rows, n * n});
+    const Tensor dh = testing::random_tensor(6, DType::f32, {rows, width}), dxout = testing::random_tensor(7, DType::f32, {rows, n, width});
+    Tensor dx_post = testing::random_tensor(8, DType::f32, {rows, n, width}), dy(DType::f32, {rows, width});  // dx is overwritten
+    Tensor dpost(DType::f32, {rows, n}), dcomb(DType::f32, {rows, n * n}), dpre(DType::f32, {rows, n});
+    hyper_post_backward(c, dx_post, dy, dpost, dcomb, dxout, x, y, post, comb);
+    Tensor dx = testing::to_dtype(dx_post, DType::f32);
+    hyper_pre_backward(c, dx, dpre, dh, x, pre);
+
+    std::vector<double> xd = doubles(x), yd = doubles(y), pred = doubles(pre), postd = doubles(post), combd = doubles(comb);
+    const auto post_loss = [&] {
+      double sum = 0;
+      for (int64_t t = 0; t < rows; ++t)
+        for (int64_t to = 0; to < n; ++to)
+          for (int64_t i = 0; i < width; ++i) {
+            double out = postd[t * n + to] * yd[t * width + i];
+            for (int64_t j = 0; j < n; ++j) out += combd[t * n * n + j * n + to] * xd[(t * n + j) * width + i];
+            sum += out * dxout.get((t * n + to) * width + i);
+          }
+      return sum;
+    };
+    const auto pre_loss = [&] {
+      double sum = 0;
+      for (int64_t t = 0; t < rows; ++t)
+        for (int64_t j = 0; j < n; ++j)
+          for (int64_t i = 0; i < width; ++i) sum += pred[t * n + j] * xd[(t * n + j) * width + i] * dh.get(t * width + i);
+      return sum;
+    };
+    // Sums of n (mixing) or `width` (dots, by the tree) products of numbers below 1; one more sum where dx is added to.
+    const double mixing = static_cast<double>(n * n) * kUnit, dots = (static_cast<double>(width) / 16 + 6) * static_cast<double>(width) * kUnit;
+    for (int64_t i = 0; i < x.elements(); ++i) {
+      const double want = slope(post_loss, xd[i], 1);
+      EXPECT_NEAR(dx_post.get(i), want, mixing);
+      EXPECT_NEAR(dx.get(i), want + slope(pre_loss, xd[i], 1), mixing + static_cast<double>(n + 1) * kUnit);
+    }
+    for (int64_t i = 0; i < dy.elements(); ++i) EXPECT_NEAR(dy.get(i), slope(post_loss, yd[i], 1), mixing);
+    for (int64_t i = 0; i < dpost.elements(); ++i) EXPECT_NEAR(dpost.get(i), slope(post_loss, postd[i], 1), dots);
+    for (int64_t i = 0; i < dcomb.elements(); ++i) EXPECT_NEAR(dcomb.get(i), slope(post_loss, combd[i], 1), dots);
+    for (int64_t i = 0; i < dpre.elements(); ++i) EXPECT_NEAR(dpre.get(i), slope(pre_loss, pred[i], 1), dots);
+  }
+}
+
+// ---- Bits.
+
+// A view of `shape` inside `wide`, whose rows are three elements longer.
+TensorView inside(const Tensor& wide, Shape shape) {
+  char* data = static_cast<char*>(wide.view().data) + dtype_bytes(wide.view().dtype);
+  return TensorView(data, wide.view().dtype, shape, wide.view().row_stride);
+}
+
+// Runs every kernel of one implementation on strided views and returns the wide outputs whole, so that writes outside show too.
+std::vector<Tensor> run_kernels(bool simd, Context& c, DType dtype, const Sizes& k, bool head) {
+  const int64_t rows = k.rows, n = k.streams, logits = head ? n : (2 + n) * n;
+  uint64_t seed = 100;
+  const auto wide = [&](DType type, Shape shape) { return testing::random_tensor(seed++, type, {shape[0], shape.row_elements() + 3}); };
+  const Site s(1, dtype, rows, n, k.width, head, 5);
+  const Shape x_shape = {rows, n, k.width}, n_shape = {rows, n}, nn_shape = {rows, n * n}, h_shape = {rows, k.width}, z_shape = {rows, logits};
+  const Tensor x_wide = wide(dtype, x_shape), raw_wide = wide(DType::f32, z_shape), dpre_wide = wide(DType::f32, n_shape);
+  const Tensor dpost_wide = wide(DType::f32, n_shape), dcomb_wide = wide(DType::f32, nn_shape), dh_wide = wide(DType::f32, h_shape);
+  const Tensor dxout_wide = wide(DType::f32, x_shape), y_wide = wide(dtype, h_shape);
+  const ConstTensorView x = inside(x_wide, x_shape), raw = inside(raw_wide, z_shape), dpre = inside(dpre_wide, n_shape);
+  const ConstTensorView dh = inside(dh_wide, h_shape), dxout = inside(dxout_wide, x_shape), y = inside(y_wide, h_shape);
+  const ConstTensorView dpost = head ? ConstTensorView() : inside(dpost_wide, n_shape);
+  const ConstTensorView dcomb = head ? ConstTensorView() : inside(dcomb_wide, nn_shape);
+
+  Tensor pre = wide(DType::f32, n_shape), post = wide(DType::f32, n_shape), comb = wide(DType::f32, nn_shape), inv(DType::f32, {rows});
+  Tensor dlogits = wide(DType::f32, z_shape), dx = wide(DType::f32, x_shape), h = wide(dtype, h_shape), xout = wide(dtype, x_shape);
+  Tensor dx_pre = wide(DType::f32, x_shape), dpre_out = wide(DType::f32, n_shape), dx_post = wide(DType::f32, x_shape);
+  Tensor dy = wide(DType::f32, h_shape), dpost_out = wide(DType::f32, n_shape), dcomb_out = wide(DType::f32, nn_shape);
+  const TensorView post_view = head ? TensorView() : inside(post, n_shape), comb_view = head ? TensorView() : inside(comb, nn_shape);
+  (simd ? simd::hyper_coefficients : reference::hyper_coefficients)(c, inside(pre, n_shape), post_view, comb_view, inv, raw, x,
+                                                                    s.weights(), s.shape);
+  (simd ? simd::hyper_coefficients_backward : reference::hyper_coefficients_backward)(
+      c, inside(dx, x_shape), inside(dlogits, z_shape), dpre, dpost, dcomb, raw, inv, x, s.weights(), s.shape);
+  const ConstTensorView p = inside(pre, n_shape), q = inside(post, n_shape), m = inside(comb, nn_shape);
+  (simd ? simd::hyper_pre : reference::hyper_pre)(c, inside(h, h_shape), x, p);
+  (simd ? simd::hyper_pre_backward : reference::hyper_pre_backward)(c, inside(dx_pre, x_shape), inside(dpre_out, n_shape), dh, x, p);
+  (simd ? simd::hyper_post : reference::hyper_post)(c, inside(xout, x_shape), x, y, q, m);
+  (simd ? simd::hyper_post_backward : reference::hyper_post_backward)(c, inside(dx_post, x_shape), inside(dy, h_shape),
+                                                                      inside(dpost_out, n_shape), inside(dcomb_out, nn_shape), dxout,
+                                                                      x, y, q, m);
+  std::vector<Tensor> out;
+  for (Tensor* t : {&pre, &post, &comb, &inv, &dlogits, &dx, &h, &xout, &dx_pre, &dpre_out, &dx_post, &dy, &dpost_out, &dcomb_out})
+    out.push_back(std::move(*t));
+  return out;
+}
+
+TEST(Hyperconn, SimdGivesTheReferencesBits) {
+  std::vector<std::unique_ptr<CpuContext>> contexts;
+  for (int threads = 1; threads <= 4; ++threads) contexts.push_back(std::make_unique<CpuContext>(threads));
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const bool head : {false, true})
+      for (const Sizes& k : kSizes) {
+        if (k.rows == 0) continue;
+        const std::vector<Tensor> want = run_kernels(false, *contexts[0], dtype, k, head);
+        testing::for_each_simd_target([&](const std::string& target) {
+          for (auto& c : contexts) {
+            const std::vector<Tensor> got = run_kernels(true, *c, dtype, k, head);
+            for (size_t i = 0; i < want.size(); ++i)
+              EXPECT_EQ(testing::count_bit_differences(got[i], want[i]), 0)
+                  << target << " output " << i << " rows " << k.rows << " streams " << k.streams << " width " << k.width;
+          }
+        });
+      }
+}
+
+TEST(Hyperconn, RowContract) {
+  CpuContext c(2);
+  const int64_t rows = 70, n = 4, width = 24;
+  const Site s(1, DType::bf16, rows, n, width);
+  const Mixed all(c, s);
+  const Tensor dpre = testing::random_tensor(2, DType::f32, {rows, n}), dpost = testing::random_tensor(3, DType::f32, {rows, n});
+  const Tensor dcomb = testing::random_tensor(4, DType::f32, {rows, n * n});
+  Tensor dx(DType::f32, {rows, n, width});
+  hyper_mix_backward(c, dx, {}, dpre, dpost, dcomb, all.raw, all.inv_rms, s.x, s.weights(), s.shape);
+  Philox rng(9, RngPurpose::test);
+  for (int trial = 0; trial < 30; ++trial) {
+    const int64_t begin = rng.below(rows), count = 1 + rng.below(static_cast<uint32_t>(rows - begin));
+    const auto part = [&](const Tensor& v) { return ConstTensorView(v).slice(begin, count); };
+    Tensor pre(DType::f32, {count, n}), post(DType::f32, {count, n}), comb(DType::f32, {count, n * n});
+    Tensor raw(DType::f32, {count, (2 + n) * n}), inv(DType::f32, {count}), part_dx(DType::f32, {count, n, width});
+    hyper_mix(c, pre, post, comb, raw, inv, part(s.x), s.weights(), s.shape);
+    hyper_mix_backward(c, part_dx, {}, part(dpre), part(dpost), part(dcomb), raw, inv, part(s.x), s.weights(), s.shape);
+    EXPECT_EQ(testing::count_bit_differences(pre, part(all.pre)), 0);
+    EXPECT_EQ(testing::count_bit_differences(post, part(all.post)), 0);
+    EXPECT_EQ(testing::count_bit_differences(comb, part(all.comb)), 0);
+    EXPECT_EQ(testing::count_bit_differences(part_dx, part(dx)), 0);
+  }
+}
+
+TEST(Hyperconn, ParameterGradientsDoNotDependOnThreads) {
+  const Site s(1, DType::bf16, 300, 4, 64);
+  const Tensor dpre = testing::random_tensor(2, DType::f32, {300, 4}), dpost = testing::random_tensor(3, DType::f32, {300, 4});
+  const Tensor dcomb = testing::random_tensor(4, DType::f32, {300, 16});
+  std::vector<Tensor> first;
+  for (int threads = 1; threads <= 4; ++threads) {
+    CpuContext c(threads);
+    const Mixed m(c, s);
+    std::vector<Tensor> out;
+    out.emplace_back(DType::f32, Shape{300, 4, 64});
+    out.emplace_back(DType::f32, s.fn.view().shape);
+    out.emplace_back(DType::f32, s.base.view().shape);
+    out.emplace_back(DType::f32, s.scale.view().shape);
+    hyper_mix_backward(c, out[0], {.fn = out[1], .base = out[2], .scale = out[3]}, dpre, dpost, dcomb, m.raw, m.inv_rms, s.x,
+                       s.weights(), s.shape);
+    if (threads == 1) first = std::move(out);
+    else
+      for (size_t i = 0; i < first.size(); ++i) EXPECT_EQ(testing::count_bit_differences(out[i], first[i]), 0) << threads << i;
+  }
+}
+
+TEST(HyperconnDeath, ChecksShapesAndTypes) {
+  CpuContext c;
+  const Site s(1, DType::f32, 2, 4, 8);
+  const Mixed m(c, s);
+  Tensor pre(DType::f32, {2, 4}), post(DType::f32, {2, 4}), comb(DType::f32, {2, 16}), raw(DType::f32, {2, 24}), inv(DType::f32, {2});
+  Tensor h(DType::f32, {2, 8}), half(DType::bf16, {2, 8}), x9(DType::f32, {2, 9, 8}), dx(DType::f32, {2, 4, 8});
+  EXPECT_DEATH(hyper_mix(c, pre, post, pre, raw, inv, s.x, s.weights(), s.shape), "comb is f32 \\[2, 4\\], wanted f32 \\[2, 16\\]");
+  EXPECT_DEATH(hyper_mix(c, pre, post, comb, comb, inv, s.x, s.weights(), s.shape), "raw is f32 \\[2, 16\\]");
+  EXPECT_DEATH(hyper_head_mix(c, pre, pre, inv, s.x, s.weights(), s.shape), "base is f32 \\[24\\], wanted f32 \\[4\\]");
+  EXPECT_DEATH(hyper_mix(c, pre, post, comb, raw, inv, s.x, s.weights(), {.streams = 3}), "3 streams");
+  EXPECT_DEATH(hyper_mix_backward(c, dx, {.fn = dx, .base = {}, .scale = {}}, pre, post, comb, raw, inv, s.x, s.weights(), s.shape),
+               "dw.fn is f32 \\[2, 4, 8\\]");
+  EXPECT_DEATH(hyper_pre(c, half, s.x, pre), "h is bf16");
+  EXPECT_DEATH(hyper_pre(c, h, x9, pre), "x is f32 \\[2, 9, 8\\]");
+  EXPECT_DEATH(hyper_pre_backward(c, dx, comb, h, s.x, pre), "dpre is f32 \\[2, 16\\]");
+  EXPECT_DEATH(hyper_post(c, dx, s.x, half, post, comb), "y is bf16");
+  EXPECT_DEATH(hyper_post_backward(c, dx, h, post, comb, dx, s.x, h, post, comb), "dx is dxout");
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -14,7 +14,8 @@ void check_vector(const char* op, const char* name, ConstTensorView v, DType dty
         v.shape.str(), dtype_name(dtype), rows);
 }
 
-void check_inputs(const char* op, ConstTensorView hidden, const WeightView& head, ConstTensorView target, ConstTensorView temperature) {
+void check_inputs(const char* op, ConstTensorView hidden, const WeightView& head, ConstTensorView target,
+                  ConstTensorView temperature) {
   CHECK(hidden.shape.rank == 2 && head.rows.shape.rank == 2 && hidden.dim(1) == head.rows.dim(1),
         "{}: hidden is {}, head {}; wanted [R, D] and [V, D]", op, hidden.shape.str(), head.rows.shape.str());
   const int64_t rows = hidden.rows(), vocab = head.rows.rows();

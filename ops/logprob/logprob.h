@@ -1,10 +1,12 @@
 #pragma once
 // Log-probabilities over the vocabulary, for the loss and for the sampler: one arithmetic, one file.
 //
-// y_v = logits_v / temperature (IEEE division). The vocabulary is cut into kVocabChunks chunks of ceil(V / kVocabChunks) ids; each gives
-// (max, sum of exp_f32(y - max) by the 16-lane tree over the chunk); chunks that have ids (the last may have none) merge left to right:
+// y_v = logits_v / temperature (IEEE division). The vocabulary is cut into kVocabChunks chunks of ceil(V / kVocabChunks) ids;
+// each gives (max, sum of exp_f32(y - max) by the 16-lane tree over the chunk). Chunks merge left to right, trailing empty ones
+// left out:
 //   M = max(M, m);  S = S * exp_f32(M_old - M) + s * exp_f32(m - M).   lse = M + log_f32(S);  logprob_a = y_a - lse.
-// entropy = lse - E[y]; E[y] = sum_v exp_f32(y_v - lse) * y_v, by the tree (fused in each lane) in each chunk, chunks added in order.
+// entropy = lse - E[y]; E[y] = sum_v exp_f32(y_v - lse) * y_v, by the tree (fused in each lane) in each chunk, chunks added in
+// order.
 // Logits are finite; a NaN or +inf among them makes lse NaN.
 //
 // select_logprob: logits = hidden . head^T (matmul's chain, f32, never rounded), taken in row blocks; logits are not kept.
@@ -12,8 +14,8 @@
 //   logprob, lse, entropy [R] f32 (lse and entropy may be empty)
 // select_logprob_backward: logits are recomputed. dlogprob [R] f32; dentropy [R] f32 or empty.
 //   dy_v = dlogprob * (1[v = a] - p_v) - dentropy * p_v * (y_v - lse + entropy);  dlogits = dy / temperature
-//   dhidden [R, D] f32 written; dhead_accum [V, D] f32 (row blocks in ascending order; empty: not wanted). lse and entropy as returned.
-//   (every operation rounded to f32, left to right)
+//   dhidden [R, D] f32 written; dhead_accum [V, D] f32 (row blocks in ascending order; empty: not wanted). lse, entropy as
+//   returned. Every operation on a logit is rounded to f32, left to right.
 // Row contract holds for all forward outputs. Scratch: min(R, kLogprobRowBlock) * V f32 and matmul's.
 // Source: rl spec 3.5, 11; design "log-softmax" row.
 

@@ -14,8 +14,8 @@ namespace lockstep::HWY_NAMESPACE {
 using F32Vec = hn::Vec<F32Tag>;
 constexpr int64_t kStep = static_cast<int64_t>(kF32Lanes);
 
-// Chunks shorter than the tree's 16 lanes would leave most of a vector idle. Such rows are short enough to keep whole: exponentials
-// run across the vocabulary and only the folds go chunk by chunk.
+// Chunks shorter than the tree's 16 lanes would leave most of a vector idle. Such rows are short enough to keep whole:
+// exponentials run across the vocabulary and only the folds go chunk by chunk.
 constexpr int64_t kShortChunk = kTreeLanes - 1;
 constexpr int64_t kShortVocab = kShortChunk * kVocabChunks;
 constexpr int64_t kShortBuffer = kShortVocab + kTreeLanes;  // whole vectors past the last id
@@ -35,8 +35,8 @@ HWY_INLINE F32Vec LoadY(F32Tag d, const float* logits, int64_t i, int64_t n, F32
   return hn::IfThenElse(valid, hn::Div(hn::MaskedLoad(valid, d, logits + i), temperature), pad);
 }
 
-// Merges the (max, sum) of `chunks` chunks, held in arrays of kVocabChunks. Running maxima come first, so that all exponentials are
-// taken at once and only a multiply and an add per chunk stay in sequence.
+// Merges the (max, sum) of `chunks` chunks, held in arrays of kVocabChunks. Running maxima come first, so that all exponentials
+// are taken at once and only a multiply and an add per chunk stay in sequence.
 HWY_INLINE RowStats MergeChunks(float* max, float* sum, int64_t chunks) {
   const F32Tag d;
   HWY_ALIGN float keep[kVocabChunks] = {};  // exp(M_old - M)

@@ -39,8 +39,8 @@ struct Exact {
   double p(int64_t v) const { return std::exp(y[v] - lse); }
 
   // What f32 may lose of lse, in half ulps: y (|y|) and y - m (twice |y|); exp 4; the tree chunk / 16 + 4; scaling by the chunk's
-  // exp(m - M) 5 + 2|y|; an addition for each merge, 64; 5 for each of the at most 64 changes of the maximum, whose differences sum to
-  // at most 2|y|; then log 4 |log S| and the last addition |lse|.
+  // exp(m - M) 5 + 2|y|; an addition for each merge, 64; 5 for each of the at most 64 changes of the maximum, whose differences
+  // sum to at most 2|y|; then log 4 |log S| and the last addition |lse|.
   double lse_bound() const {
     double changes = 0, running = -1e300;
     const int64_t vocab = static_cast<int64_t>(y.size()), chunk = vocab_chunk(vocab);
@@ -51,7 +51,8 @@ struct Exact {
     }
     return kUnit * (7 * largest + 4 + chunk / 16.0 + 4 + 5 + 64 + 5 * changes + 4 * (lse - max) + std::abs(lse)) * 1.01;
   }
-  // E[y] sums p y, each off by lse's error, y - lse (4 |y| + log V), exp 4, the product's y 1, tree and 64 additions; then lse - E[y].
+  // E[y] sums p y, each off by lse's error, y - lse (4 |y| + log V), exp 4, the product's y 1, tree and 64 additions; and
+  // the last subtraction.
   double entropy_bound() const {
     double weight = 0;
     for (size_t v = 0; v < y.size(); ++v) weight += p(static_cast<int64_t>(v)) * std::abs(y[v]);
@@ -111,7 +112,9 @@ TEST(RowStats, VectorsGiveTheReferencesBits) {
   for (const int64_t vocab : kVocabs)
     for (const float magnitude : {1.0f, 30.0f, 200.0f})
       for (const float temperature : {1.0f, 0.8f, 3.0f}) {
-        const Tensor x = random_tensor(static_cast<uint64_t>(vocab) + 1, DType::f32, {vocab}, magnitude);
+        Tensor x = random_tensor(static_cast<uint64_t>(vocab) + 1, DType::f32, {vocab}, magnitude);
+        if (magnitude == 30.0f)  // far below zero, where exp(0 - lse) of a lane past the end would overflow
+          for (int64_t v = 0; v < vocab; ++v) x.set(v, x.get(v) - 400.0);
         const RowStats want = reference::row_stats(x.ptr<float>(), vocab, temperature);
         const float want_entropy = reference::row_entropy(x.ptr<float>(), vocab, temperature, want.lse);
         const reference::RowGradient g = {.target = static_cast<int32_t>(vocab / 2), .temperature = temperature, .lse = want.lse,
@@ -143,12 +146,13 @@ TEST(RowStats, BadLogitsShow) {
   }
 }
 
-// A logit is a chain of D fused steps: D half ulps of sum |h w|. A log-probability sees the worst logit twice (its own and through
-// lse), divided by the temperature, then what RowStats may lose, the division and the subtraction.
+// A logit is a chain of D fused steps: D half ulps of sum |h w|. A log-probability sees the worst logit twice (its own and
+// through lse), divided by the temperature, then what RowStats may lose, the division and the subtraction.
 TEST(SelectLogprob, MatchesF64) {
   for (const DType hidden_type : {DType::f32, DType::bf16})
     for (const DType head_type : {DType::f32, DType::bf16})
-      for (const auto& [rows, vocab, width] : {std::array<int64_t, 3>{0, 5, 3}, {1, 3, 8}, {9, 256, 64}, {300, 70, 24}, {3, 2100, 40}}) {
+      for (const auto& [rows, vocab, width] :
+           {std::array<int64_t, 3>{0, 5, 3}, {1, 3, 8}, {9, 256, 64}, {300, 70, 24}, {3, 2100, 40}}) {
         const Case p(rows, vocab, width, hidden_type, head_type);
         CpuContext c(2, kWorkspace);
         const Outputs o = p.forward(c);
@@ -167,9 +171,11 @@ TEST(SelectLogprob, MatchesF64) {
           });
           const double logit_bound = width * kUnit * worst / t, want = exact.y[p.target.ptr<int32_t>()[r]] - exact.lse;
           ASSERT_NEAR(o.lse.get(r), exact.lse, exact.lse_bound() + logit_bound);
-          ASSERT_NEAR(o.logprob.get(r), want, exact.lse_bound() + 2 * logit_bound + kUnit * (exact.largest + std::abs(want))) << r;
+          ASSERT_NEAR(o.logprob.get(r), want, exact.lse_bound() + 2 * logit_bound + kUnit * (exact.largest + std::abs(want)))
+              << r;
           // A shift of y by delta moves the entropy by at most 2 |delta| (|y| + lse).
-          ASSERT_NEAR(o.entropy.get(r), exact.entropy, exact.entropy_bound() + 2 * logit_bound * (exact.largest + std::abs(exact.lse)));
+          ASSERT_NEAR(o.entropy.get(r), exact.entropy,
+                      exact.entropy_bound() + 2 * logit_bound * (exact.largest + std::abs(exact.lse)));
         }
       }
 }
@@ -213,7 +219,8 @@ TEST(SelectLogprob, RowContract) {
     const Outputs all = p.forward(c);
     Philox rng(5, RngPurpose::test);
     for (int i = 0; i < 30; ++i) {
-      const int64_t begin = rng.below(rows), count = 1 + rng.below(static_cast<uint32_t>(std::min<int64_t>(rows - begin, i < 20 ? 5 : 400)));
+      const int64_t begin = rng.below(rows),
+                    count = 1 + rng.below(static_cast<uint32_t>(std::min<int64_t>(rows - begin, i < 20 ? 5 : 400)));
       Outputs part(count);
       select_logprob(c, part.logprob, {}, part.entropy, hidden.slice(begin, count), p.weight(),
                      ConstTensorView(p.target).slice(begin, count), ConstTensorView(p.temperature).slice(begin, count));
@@ -225,7 +232,8 @@ TEST(SelectLogprob, RowContract) {
 
 struct Gradients {
   Tensor dlogprob, dentropy;
-  explicit Gradients(int64_t rows) : dlogprob(random_tensor(21, DType::f32, {rows})), dentropy(random_tensor(22, DType::f32, {rows})) {}
+  explicit Gradients(int64_t rows)
+      : dlogprob(random_tensor(21, DType::f32, {rows})), dentropy(random_tensor(22, DType::f32, {rows})) {}
 };
 
 // sum_r dlogprob_r logprob_r + dentropy_r entropy_r over rows [first, last), with hidden and head moved by h at one element.
@@ -245,8 +253,8 @@ double loss(const Case& p, const Gradients& g, int64_t first, int64_t last, int6
   return sum;
 }
 
-// What f32 may lose of dlogits[r, v]: p is off by delta = error of y - lse, plus exp 4 and its products; the entropy term also by the
-// entropy's error. delta: the logits' chain and lse_bound, as above.
+// What f32 may lose of dlogits[r, v]: p is off by delta = error of y - lse, plus exp 4 and its products; the entropy term also by
+// the entropy's error. delta: the logits' chain and lse_bound, as above.
 double dlogit_bound(const Case& p, const Gradients& g, int64_t r, int64_t v, const Exact& e) {
   const int64_t width = p.hidden.view().dim(1);
   double size = 0;
@@ -258,8 +266,9 @@ double dlogit_bound(const Case& p, const Gradients& g, int64_t r, int64_t v, con
   const double entropy_error = e.entropy_bound() + 2 * chain * (e.largest + std::abs(e.lse));
   const double p_v = e.p(v), target = v == p.target.ptr<int32_t>()[r];
   const double selection = std::abs(g.dlogprob.get(r)) * (p_v * (delta + 7 * kUnit) + 4 * kUnit * target);
-  const double spread = std::abs(g.dentropy.get(r)) * p_v *
-                        (std::abs(e.y[v] - e.lse + e.entropy) * (delta + 9 * kUnit) + delta + entropy_error + kUnit * 2 * e.largest);
+  const double spread =
+      std::abs(g.dentropy.get(r)) * p_v *
+      (std::abs(e.y[v] - e.lse + e.entropy) * (delta + 9 * kUnit) + delta + entropy_error + kUnit * 2 * e.largest);
   return (selection + spread) / t;
 }
 
@@ -278,16 +287,20 @@ TEST(SelectLogprobBackward, MatchesFiniteDifferences) {
     CpuContext c(2, kWorkspace);
     const Outputs o = p.forward(c);
     Tensor dhidden = random_tensor(1, DType::f32, {rows, width}), dhead(DType::f32, {vocab, width});  // dhidden is overwritten
-    select_logprob_backward(c, dhidden, dhead, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse, o.entropy);
+    select_logprob_backward(c, dhidden, dhead, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse,
+                            o.entropy);
     const double h = 1e-5, noise = 1e-8;  // of the f64 differences
-    // Sums of products: each dlogit's own error, and one half ulp of the sum of magnitudes (at most 1.5 / t + ... each) per fused step.
+    // Sums of products: each dlogit's own error, and one half ulp of the sum of magnitudes (at most 1.5 / t + ... each) per fused
+    // step.
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t k = 0; k < width; ++k) {
         double bound = 0;
         for (int64_t v = 0; v < vocab; ++v) {
-          const double dy = std::abs(g.dlogprob.get(r)) * std::abs((v == p.target.ptr<int32_t>()[r]) - exact[r].p(v)) +
-                            std::abs(g.dentropy.get(r)) * exact[r].p(v) * std::abs(exact[r].y[v] - exact[r].lse + exact[r].entropy);
-          bound += std::abs(p.head.get(v * width + k)) * (dlogit_bound(p, g, r, v, exact[r]) + vocab * kUnit * dy / p.temperature.get(r));
+          const double dy =
+              std::abs(g.dlogprob.get(r)) * std::abs((v == p.target.ptr<int32_t>()[r]) - exact[r].p(v)) +
+              std::abs(g.dentropy.get(r)) * exact[r].p(v) * std::abs(exact[r].y[v] - exact[r].lse + exact[r].entropy);
+          bound += std::abs(p.head.get(v * width + k)) *
+                   (dlogit_bound(p, g, r, v, exact[r]) + vocab * kUnit * dy / p.temperature.get(r));
         }
         const double want = (loss(p, g, r, r + 1, r * width + k, -1, h) - loss(p, g, r, r + 1, r * width + k, -1, -h)) / (2 * h);
         EXPECT_NEAR(dhidden.get(r * width + k), want, bound + noise) << r << " " << k;
@@ -296,8 +309,10 @@ TEST(SelectLogprobBackward, MatchesFiniteDifferences) {
       for (int64_t k = 0; k < width; ++k) {
         double bound = 0;
         for (int64_t r = 0; r < rows; ++r) {
-          const double dy = std::abs(g.dlogprob.get(r)) + std::abs(g.dentropy.get(r)) * std::abs(exact[r].y[v] - exact[r].lse + exact[r].entropy);
-          bound += std::abs(p.hidden.get(r * width + k)) * (dlogit_bound(p, g, r, v, exact[r]) + rows * kUnit * dy / p.temperature.get(r));
+          const double dy = std::abs(g.dlogprob.get(r)) +
+                            std::abs(g.dentropy.get(r)) * std::abs(exact[r].y[v] - exact[r].lse + exact[r].entropy);
+          bound += std::abs(p.hidden.get(r * width + k)) *
+                   (dlogit_bound(p, g, r, v, exact[r]) + rows * kUnit * dy / p.temperature.get(r));
         }
         const double want = (loss(p, g, 0, rows, -1, v * width + k, h) - loss(p, g, 0, rows, -1, v * width + k, -h)) / (2 * h);
         EXPECT_NEAR(dhead.get(v * width + k), want, bound + noise) << v << " " << k;
@@ -315,17 +330,20 @@ TEST(SelectLogprobBackward, AccumulatesOverBlocksAndCalls) {
   const Tensor start = random_tensor(9, DType::f32, {vocab, width});
   Tensor whole = testing::to_dtype(start, DType::f32), parts = testing::to_dtype(start, DType::f32);
   Tensor dhidden(DType::f32, {rows, width}), dhidden_parts(DType::f32, {rows, width});
-  select_logprob_backward(c, dhidden, whole, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse, o.entropy);
+  select_logprob_backward(c, dhidden, whole, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse,
+                          o.entropy);
   for (const auto& [at, n] : {std::pair<int64_t, int64_t>{0, kLogprobRowBlock}, {kLogprobRowBlock, 44}}) {
     const auto part = [at = at, n = n](ConstTensorView v) { return v.slice(at, n); };
-    select_logprob_backward(c, dhidden_parts.view().slice(at, n), parts, part(g.dlogprob), part(g.dentropy), part(p.hidden), p.weight(),
-                            part(p.target), part(p.temperature), part(o.lse), part(o.entropy));
+    select_logprob_backward(c, dhidden_parts.view().slice(at, n), parts, part(g.dlogprob), part(g.dentropy), part(p.hidden),
+                            p.weight(), part(p.target), part(p.temperature), part(o.lse), part(o.entropy));
   }
   EXPECT_EQ(testing::count_bit_differences(whole, parts), 0);
   EXPECT_EQ(testing::count_bit_differences(dhidden, dhidden_parts), 0);
-  // What was there stays: the gradient from zero plus the start, to the rounding of `rows` additions on numbers below 1 + sum |dlogit h|.
+  // What was there stays: the gradient from zero plus the start, to the rounding of `rows` additions on numbers below 1 + sum
+  // |dlogit h|.
   Tensor alone(DType::f32, {vocab, width});
-  select_logprob_backward(c, dhidden, alone, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse, o.entropy);
+  select_logprob_backward(c, dhidden, alone, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse,
+                          o.entropy);
   double largest = 0, difference = 0;
   for (int64_t i = 0; i < alone.elements(); ++i) {
     largest = std::max<double>(largest, std::abs(alone.get(i)));
@@ -343,12 +361,14 @@ TEST(SelectLogprobBackward, SameBitsForAllThreadsAndVectors) {
     CpuContext one(1, kWorkspace);
     const Outputs o = p.forward(one);
     Tensor want(DType::f32, {rows, width}), want_head(DType::f32, {vocab, width});
-    select_logprob_backward(one, want, want_head, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse, o.entropy);
+    select_logprob_backward(one, want, want_head, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse,
+                            o.entropy);
     for (int threads = 1; threads <= 4; ++threads) {
       CpuContext c(threads, kWorkspace);
       testing::for_each_simd_target([&](const std::string& target) {
         Tensor dhidden(DType::f32, {rows, width}), dhead(DType::f32, {vocab, width});
-        select_logprob_backward(c, dhidden, dhead, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse, o.entropy);
+        select_logprob_backward(c, dhidden, dhead, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse,
+                                o.entropy);
         EXPECT_EQ(testing::count_bit_differences(dhidden, want), 0) << target << " threads " << threads;
         EXPECT_EQ(testing::count_bit_differences(dhead, want_head), 0) << target << " threads " << threads;
       });
@@ -372,14 +392,16 @@ TEST(SelectLogprobDeathTest, NamesWhatIsWrong) {
   CpuContext c(1, kWorkspace);
   Case p(3, 10, 4, DType::f32, DType::f32);
   Outputs o(3), two(2);
-  EXPECT_DEATH(select_logprob(c, two.logprob, {}, {}, p.hidden, p.weight(), p.target, p.temperature), "logprob is f32 \\[2\\], wanted f32 \\[3\\]");
+  EXPECT_DEATH(select_logprob(c, two.logprob, {}, {}, p.hidden, p.weight(), p.target, p.temperature),
+               "logprob is f32 \\[2\\], wanted f32 \\[3\\]");
   p.target.set(2, 10);
   EXPECT_DEATH(p.forward(c), "target 10 in row 2, the vocabulary has 10");
   p.target.set(2, 9);
   p.temperature.set(1, 0);
   EXPECT_DEATH(p.forward(c), "temperature 0 in row 1");
   const Tensor head(DType::f32, {10, 5});
-  EXPECT_DEATH(select_logprob(c, o.logprob, {}, {}, p.hidden, {head, {}}, p.target, p.temperature), "hidden is \\[3, 4\\], head \\[10, 5\\]");
+  EXPECT_DEATH(select_logprob(c, o.logprob, {}, {}, p.hidden, {head, {}}, p.target, p.temperature),
+               "hidden is \\[3, 4\\], head \\[10, 5\\]");
 }
 
 }  // namespace

@@ -131,7 +131,7 @@ HWY_INLINE void Convert(const From* HWY_RESTRICT from, To* HWY_RESTRICT to, int6
 
 // Steps [0, k) of panels [panel, panel + panels) of a row-major b, as f32 panels of k steps; zeros past column n.
 template <typename B>
-void PackRightRows(const B* HWY_RESTRICT b, int64_t b_stride, int64_t n, int64_t panel, int64_t panels, int64_t k,
+void PackRows(const B* HWY_RESTRICT b, int64_t b_stride, int64_t n, int64_t panel, int64_t panels, int64_t k,
                    float* HWY_RESTRICT to) {
   const F32Tag d;
   const int64_t first = panel * kPanelWidth, columns = std::min(n - first, panels * kPanelWidth);
@@ -166,8 +166,6 @@ constexpr int64_t num_tiles(int64_t m) { return (m + kTileRows - 1) / kTileRows;
 // Rows are spread evenly over the tiles: 13 rows are 7 + 6, never 12 + 1.
 constexpr int64_t tile_row(int64_t m, int64_t tiles, int64_t tile) { return tile * m / tiles; }
 
-// Converting bf16 panels once a block beats converting in every tile from three tiles on.
-constexpr bool promotes(int64_t tiles) { return tiles > 2; }
 constexpr int64_t column_tile_stride(int64_t k) { return k * kColumnStride + 16; }
 bool holds_chains(const Product& s) { return s.c_dtype == DType::bf16 || s.n % kPanelWidth != 0 || s.k_segment > 0; }
 
@@ -179,8 +177,7 @@ ScratchSizes scratch_sizes(const Product& s, const Problem* problems, int64_t co
     const int64_t columns = std::min(num_panels(s.n), kChunkPanels) * kPanelWidth;
     if (s.left == Left::columns) need.a = std::max(need.a, s.a_stride > kNearColumns ? tiles * column_tile_stride(k) : 0);
     else if (s.a_dtype == DType::bf16) need.a = std::max(need.a, rows * (round_up(k, 16) + 16));
-    if (s.right == Right::rows || (s.b_dtype == DType::bf16 && promotes(tiles)))
-      need.b = std::max(need.b, k * std::min(num_panels(s.n), kPackedPanels) * kPanelWidth);
+    if (s.right == Right::rows) need.b = std::max(need.b, k * std::min(num_panels(s.n), kPackedPanels) * kPanelWidth);
     if (holds_chains(s)) need.c = std::max(need.c, rows * columns);
     if (s.k_segment > 0) need.sum = std::max(need.sum, rows * columns);
   }
@@ -233,22 +230,10 @@ HWY_INLINE void RunTiles(const LeftBlock& a, const B* b, int64_t b_stride, int64
   }
 }
 
-void PackRight(const Product& s, const Problem& p, int64_t panel, int64_t panels, int64_t k0, int64_t k, float* to) {
-  if (s.right == Right::panels) {
-    for (int64_t i = 0; i < panels; ++i)
-      Convert(static_cast<const bf16*>(p.b) + (panel + i) * s.b_stride + k0 * kPanelWidth, to + i * k * kPanelWidth, k * kPanelWidth);
-  } else if (s.b_dtype == DType::f32) {
-    PackRightRows(static_cast<const float*>(p.b) + k0 * s.b_stride, s.b_stride, s.n, panel, panels, k, to);
-  } else {
-    PackRightRows(static_cast<const bf16*>(p.b) + k0 * s.b_stride, s.b_stride, s.n, panel, panels, k, to);
-  }
-}
-
 // Tiles [tile0, tile1) of the rows of problem p, panels [panel0, panel1) of its columns.
 void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_t tiles, int64_t tile0, int64_t tile1, int64_t panel0,
               int64_t panel1) {
   const int64_t row0 = tile_row(p.m, tiles, tile0), rows = tile_row(p.m, tiles, tile1) - row0;
-  const bool pack_right = s.right == Right::rows || (s.b_dtype == DType::bf16 && promotes(tile1 - tile0));
   const int64_t panels_max = max_panels((p.m + tiles - 1) / tiles);
   const bool segmented = s.k_segment > 0;
   float* const c_f32 = s.c_dtype == DType::f32 ? static_cast<float*>(p.c) : nullptr;
@@ -274,22 +259,23 @@ void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_
           for (int64_t r = 0; r < rows; ++r) Convert(c_f32 + (row0 + r) * s.c_stride + column, chains + r * chains_stride, columns);
         const bool from_zero = chain_begins && !s.accumulate;
 
-        if (s.right == Right::panels && !pack_right && s.b_dtype == DType::bf16) {
-          RunTiles<Left::rows>(left, static_cast<const bf16*>(p.b) + q * s.b_stride + k0 * kPanelWidth, s.b_stride, k, chains,
-                               chains_stride, from_zero, p.m, tiles, tile0, tile1, panels);
+        const auto tiles_with = [&]<Left kLeft, typename B>(const B* right, int64_t right_stride) {
+          RunTiles<kLeft>(left, right, right_stride, k, chains, chains_stride, from_zero, p.m, tiles, tile0, tile1, panels);
+        };
+        if (s.right == Right::panels) {
+          const int64_t at = q * s.b_stride + k0 * kPanelWidth;
+          if (s.b_dtype == DType::f32) tiles_with.template operator()<Left::rows>(static_cast<const float*>(p.b) + at, s.b_stride);
+          else tiles_with.template operator()<Left::rows>(static_cast<const bf16*>(p.b) + at, s.b_stride);
         } else {
-          const float* right = static_cast<const float*>(p.b) + q * s.b_stride + k0 * kPanelWidth;
-          int64_t right_stride = s.b_stride;
-          if (pack_right) {
-            const int64_t packed = (q - chunk) % kPackedPanels;
-            if (packed == 0) PackRight(s, p, q, std::min(kPackedPanels, chunk_end - q), k0, k, scratch.b);
-            right_stride = k * kPanelWidth;
-            right = scratch.b + packed * right_stride;
+          const int64_t packed = (q - chunk) % kPackedPanels;
+          if (packed == 0) {
+            const int64_t count = std::min(kPackedPanels, chunk_end - q), at = k0 * s.b_stride;
+            if (s.b_dtype == DType::f32) PackRows(static_cast<const float*>(p.b) + at, s.b_stride, s.n, q, count, k, scratch.b);
+            else PackRows(static_cast<const bf16*>(p.b) + at, s.b_stride, s.n, q, count, k, scratch.b);
           }
-          if (s.left == Left::columns)
-            RunTiles<Left::columns>(left, right, right_stride, k, chains, chains_stride, from_zero, p.m, tiles, tile0, tile1, panels);
-          else
-            RunTiles<Left::rows>(left, right, right_stride, k, chains, chains_stride, from_zero, p.m, tiles, tile0, tile1, panels);
+          const float* right = scratch.b + packed * k * kPanelWidth;
+          if (s.left == Left::rows) tiles_with.template operator()<Left::rows>(right, k * kPanelWidth);
+          else tiles_with.template operator()<Left::columns>(right, k * kPanelWidth);
         }
         if (direct) continue;
 

@@ -1,13 +1,14 @@
 #pragma once
-// Bringing rows to experts and back. R = T * K: every (token, slot) is its own row, rows sorted by expert, then by token, then by slot.
-// moe_plan:    offsets [E + 1] i32 (rows of expert e are [offsets[e], offsets[e+1])), row_token [R] i32, slot_row [T, K] i32, from
-//              ids [T, K] i32 in [0, E) (CHECK)
+// Bringing rows to experts and back. R = T * K: every (token, slot) is its own row, rows sorted by expert, then token, then slot.
+// moe_plan:    offsets [E + 1] i32 (rows of expert e are [offsets[e], offsets[e+1])), row_token [R] i32, slot_row [T, K] i32,
+//              from ids [T, K] i32 in [0, E) (CHECK)
 // moe_gather:  rows[r, :] = x[row_token[r], :]                       rows [R, D], x [T, D] of one dtype (f32 | bf16)
-// moe_combine: y[t, :] = round(((0 + rows[slot_row[t, 0]]) + rows[slot_row[t, 1]] + ...) + shared[t, :])   y, rows, shared of one dtype
-// moe_gather_backward: dx_accum[t, :] += sum over slots in order of drows[slot_row[t, k], :]     f32; the sum from zero, then one add
-// moe_spread / moe_collect: row_value[slot_row[t, k]] = value[t, k] and back                    f32 (routing weights and their gradient)
+// moe_combine: y[t, :] = round(((0 + rows[slot_row[t, 0]]) + rows[slot_row[t, 1]] + ...) + shared[t, :])   all of one dtype
+// moe_gather_backward: dx_accum[t, :] += sum over slots in order of drows[slot_row[t, k], :]   f32; the sum from zero, then added
+// moe_spread / moe_collect: row_value[slot_row[t, k]] = value[t, k] and back   f32 (routing weights, their gradient)
 // The backward of moe_combine is drows = moe_gather(dy), dshared = dy.
-// Numerics: f32 accumulation from zero in slot order (= ascending expert id), then the shared expert, one rounding. Row contract holds.
+// Numerics: f32 accumulation from zero in slot order (= ascending expert id), then the shared expert, one rounding. The row
+// contract holds.
 // Every matrix may be a view of a wider one. Indices are trusted to come from moe_plan.
 // Scratch: moe_plan takes E counters. Source: V4 spec 2.8; design "MoE" row of the row contract.
 

@@ -10,14 +10,9 @@ namespace {
 // A piece of a row summed in registers and the first cache, whatever D.
 constexpr int64_t kTile = 64;
 
-// Rounding of a sum to storage; same bits as to_bf16, without its branch, so that the loop over a tile becomes vectors.
-void store_row(float* y, const float* sum, int64_t n) { std::copy_n(sum, n, y); }
-void store_row(bf16* y, const float* sum, int64_t n) {
-  for (int64_t d = 0; d < n; ++d) {
-    const uint32_t u = std::bit_cast<uint32_t>(sum[d]);
-    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, quiet = (u >> 16) | 0x40u;
-    y[d].bits = static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
-  }
+template <typename T>
+void store_row(T* y, const float* sum, int64_t n) {
+  for (int64_t d = 0; d < n; ++d) y[d] = from_f32<T>(sum[d]);
 }
 
 // sum[0, n) = 0 + rows[slot[0]] + rows[slot[1]] + ... over columns [d, d + n).
@@ -86,7 +81,8 @@ void moe_gather(Context& c, TensorView rows, ConstTensorView x, ConstTensorView 
   parallel_for(c, rows.rows(), bytes / 16 + 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r)
       std::memcpy(static_cast<char*>(rows.data) + r * rows.row_stride * element,
-                  static_cast<const char*>(x.data) + *row_token.row<int32_t>(r) * x.row_stride * element, static_cast<size_t>(bytes));
+                  static_cast<const char*>(x.data) + *row_token.row<int32_t>(r) * x.row_stride * element,
+                  static_cast<size_t>(bytes));
   });
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// The CPU side of moe_permute. Copies and sums of whole rows, which the compiler turns into vectors by itself: element by element,
-// so no bit depends on their width.
+// The CPU side of moe_permute. Copies and sums of whole rows, which the compiler turns into vectors by itself: element by
+// element, so no bit depends on their width.
 
 #include "core/context.h"
 

@@ -77,7 +77,8 @@ TEST(MoePermute, CombineRoundsEverySpecialValueAsStorageDoes) {
   CpuContext c(1, kSmallWorkspace);
   const float inf = std::numeric_limits<float>::infinity();
   Tensor rows(DType::bf16, {1, 5}), shared(DType::bf16, {1, 5}), y(DType::bf16, {1, 5}), slot(DType::i32, {1, 1});
-  const float a[] = {inf, -inf, std::numeric_limits<float>::quiet_NaN(), 0x1.fep127f, 1.0f}, b[] = {1.0f, inf, 1.0f, 0x1.fep127f, 0x1p-8f};
+  const float a[] = {inf, -inf, std::numeric_limits<float>::quiet_NaN(), 0x1.fep127f, 1.0f},
+              b[] = {1.0f, inf, 1.0f, 0x1.fep127f, 0x1p-8f};
   for (int i = 0; i < 5; ++i) {
     rows.set(i, a[i]);
     shared.set(i, b[i]);
@@ -118,7 +119,8 @@ TEST(MoePermute, RowContract) {
   }
 }
 
-// Gathering is linear, so its backward is fixed by <gather(x), drows> = <x, dx> for the f64 inner products of exact (small integer) data.
+// Gathering is linear, so its backward is fixed by <gather(x), drows> = <x, dx> for the f64 inner products of exact (small
+// integer) data.
 TEST(MoePermute, GatherBackwardIsTheTransposeAndAccumulates) {
   const int64_t rows = 90, width = 70, experts = 5, k = 4;
   const Tensor ids = testing::random_ints(12, {rows, k}, experts);
@@ -176,7 +178,8 @@ TEST(MoePermuteDeathTest, NamesWhatIsWrong) {
   Tensor ids(DType::i32, {2, 2}), offsets(DType::i32, {4}), row_token(DType::i32, {4}), slot_row(DType::i32, {2, 2});
   ids.set(3, 3);
   EXPECT_DEATH(moe_plan(c, offsets, row_token, slot_row, ids), "expert 3 of token 1, there are 3");
-  Tensor rows(DType::f32, {4, 8}), y(DType::bf16, {2, 8}), y32(DType::f32, {2, 8}), x(DType::f32, {2, 7}), value(DType::f32, {2, 3});
+  Tensor rows(DType::f32, {4, 8}), y(DType::bf16, {2, 8}), y32(DType::f32, {2, 8}), x(DType::f32, {2, 7}),
+      value(DType::f32, {2, 3});
   EXPECT_DEATH(moe_combine(c, y, rows, slot_row, y32), "y is bf16 \\[2, 8\\], wanted f32 \\[2, 8\\]");
   EXPECT_DEATH(moe_gather(c, rows, x, row_token), "rows is f32 \\[4, 8\\], wanted f32 \\[4, 7\\]");
   EXPECT_DEATH(moe_gather_backward(c, x, rows, slot_row), "dx_accum is f32 \\[2, 7\\], wanted f32 \\[2, 8\\]");

@@ -13,10 +13,24 @@ HWY_BEFORE_NAMESPACE();
 namespace lockstep::HWY_NAMESPACE {
 namespace {
 
-// Rows are taken in blocks: one vector square root and division serves up to 16 short rows (the per-head norm), and the block
-// is still in the first-level cache (16 KiB of f32) when it is scaled.
+// Rows are taken in blocks, for the short ones of the per-head norm: four trees fold together, one vector square root and
+// division serves all, and a block is still in the first-level cache (16 KiB of f32) when it is scaled.
 constexpr int64_t kBlockRows = kTreeLanes;
 constexpr int64_t kBlockElements = 4096;
+
+// sums[k] = the reduction whose lanes lanes(k, acc) leaves in acc[kLaneVectors], for k < count; sums has room up to a multiple of 4.
+template <class Lanes>
+HWY_INLINE void FoldRows(int64_t count, float* sums, const Lanes& lanes) {
+  F32Vec acc[4 * kLaneVectors];
+  for (F32Vec& v : acc) v = hn::Zero(F32Tag());
+  for (int64_t k0 = 0; k0 < count; k0 += 4) {
+    for (int64_t k = 0; k < 4; ++k)
+      if (k0 + k < count) lanes(k0 + k, acc + static_cast<size_t>(k) * kLaneVectors);
+    FoldLanesOfFour(acc, sums + k0);
+  }
+}
+
+int64_t BlockRows(int64_t n) { return std::clamp<int64_t>(kBlockElements / n, 1, kBlockRows); }
 
 template <typename T>
 void Forward(TensorView y, TensorView inv, ConstTensorView x, ConstTensorView w, float eps) {
@@ -26,11 +40,20 @@ void Forward(TensorView y, TensorView inv, ConstTensorView x, ConstTensorView w,
   float* inv_out = inv.empty() ? nullptr : inv.ptr<float>();
   const T* from = x.ptr<T>();
   T* to = y.ptr<T>();
-  const int64_t block = std::clamp<int64_t>(kBlockElements / n, 1, kBlockRows);
+  const int64_t block = BlockRows(n);
   HWY_ALIGN float scale[kBlockRows] = {};
   for (int64_t t0 = 0; t0 < rows; t0 += block) {
     const int64_t count = std::min(block, rows - t0);
-    for (int64_t k = 0; k < count; ++k) scale[k] = TreeSumSquares(from + (t0 + k) * x.row_stride, n);
+    FoldRows(count, scale, [&](int64_t k, F32Vec* acc) HWY_ATTR {
+      const T* row = from + (t0 + k) * x.row_stride;
+      F32Vec sum[kLaneVectors];
+      for (size_t v = 0; v < kLaneVectors; ++v) sum[v] = hn::Zero(d);
+      ForRowLanes(n, [&](auto io, int64_t i, size_t v) HWY_ATTR {
+        const F32Vec e = io.Load(row + i);
+        sum[v] = io.MulAdd(e, e, sum[v]);
+      });
+      for (size_t v = 0; v < kLaneVectors; ++v) acc[v] = sum[v];
+    });
     for (int64_t k = 0; k < count; k += kRowStep) {
       const F32Vec mean = hn::Div(hn::Load(d, scale + k), hn::Set(d, static_cast<float>(n)));
       hn::Store(hn::Div(hn::Set(d, 1.0f), hn::Sqrt(hn::Add(mean, hn::Set(d, eps)))), d, scale + k);
@@ -55,26 +78,40 @@ template <bool kGain, bool kAccumulate, typename T>
 void BackwardInputRows(TensorView dx, ConstTensorView dy, ConstTensorView x, const float* gain, const float* inv) {
   const F32Tag d;
   const int64_t n = x.dim(1);
-  for (int64_t t = 0; t < x.rows(); ++t) {
-    const T* row = x.ptr<T>() + t * x.row_stride;
-    const float* g = dy.ptr<float>() + t * dy.row_stride;
-    float* out = dx.ptr<float>() + t * dx.row_stride;
-    const F32Vec s = hn::Set(d, inv[t]);
-    const auto gained = [&](auto io, int64_t i) HWY_ATTR {
-      if constexpr (kGain) return hn::Mul(io.Load(gain + i), io.Load(g + i));
-      else return io.Load(g + i);
-    };
-    F32Vec acc[kLaneVectors];
-    for (size_t v = 0; v < kLaneVectors; ++v) acc[v] = hn::Zero(d);
-    ForRowLanes(n, [&](auto io, int64_t i, size_t v) HWY_ATTR {
-      acc[v] = io.MulAdd(hn::Mul(io.Load(row + i), s), gained(io, i), acc[v]);
+  const T* from = x.ptr<T>();
+  const float* grad = dy.ptr<float>();
+  float* to = dx.ptr<float>();
+  const auto gained = [&](auto io, const float* g, int64_t i) HWY_ATTR {
+    if constexpr (kGain) return hn::Mul(io.Load(gain + i), io.Load(g + i));
+    else return io.Load(g + i);
+  };
+  const int64_t block = BlockRows(n);
+  HWY_ALIGN float sums[kBlockRows] = {};
+  for (int64_t t0 = 0; t0 < x.rows(); t0 += block) {
+    const int64_t count = std::min(block, x.rows() - t0);
+    FoldRows(count, sums, [&](int64_t k, F32Vec* acc) HWY_ATTR {
+      const T* row = from + (t0 + k) * x.row_stride;
+      const float* g = grad + (t0 + k) * dy.row_stride;
+      const F32Vec s = hn::Set(d, inv[t0 + k]);
+      F32Vec sum[kLaneVectors];
+      for (size_t v = 0; v < kLaneVectors; ++v) sum[v] = hn::Zero(d);
+      ForRowLanes(n, [&](auto io, int64_t i, size_t v) HWY_ATTR {
+        sum[v] = io.MulAdd(hn::Mul(io.Load(row + i), s), gained(io, g, i), sum[v]);
+      });
+      for (size_t v = 0; v < kLaneVectors; ++v) acc[v] = sum[v];
     });
-    const F32Vec mean = hn::Set(d, FoldLanes(d, acc) / static_cast<float>(n));
-    ForRow(n, [&](auto io, int64_t i) HWY_ATTR {
-      F32Vec v = hn::Mul(s, hn::NegMulAdd(hn::Mul(io.Load(row + i), s), mean, gained(io, i)));
-      if constexpr (kAccumulate) v = hn::Add(io.Load(out + i), v);
-      io.Store(v, out + i);
-    });
+    for (int64_t k = 0; k < count; ++k) {
+      const T* row = from + (t0 + k) * x.row_stride;
+      const float* g = grad + (t0 + k) * dy.row_stride;
+      float* out = to + (t0 + k) * dx.row_stride;
+      const F32Vec s = hn::Set(d, inv[t0 + k]);
+      const F32Vec mean = hn::Set(d, sums[k] / static_cast<float>(n));
+      ForRow(n, [&](auto io, int64_t i) HWY_ATTR {
+        F32Vec v = hn::Mul(s, hn::NegMulAdd(hn::Mul(io.Load(row + i), s), mean, gained(io, g, i)));
+        if constexpr (kAccumulate) v = hn::Add(io.Load(out + i), v);
+        io.Store(v, out + i);
+      });
+    }
   }
 }
 

@@ -43,8 +43,8 @@ std::vector<SampleParams> varied_params(int64_t rows, int64_t vocab, uint64_t se
   return all;
 }
 
-// The same definitions written with full sorts in f64: what is kept, with what probability. `doubtful` when a boundary is closer than f32
-// can resolve.
+// The same definitions written with full sorts in f64: what is kept, with what probability. `doubtful` when a boundary is closer
+// than f32 can resolve.
 struct Kept {
   std::vector<int32_t> ids;
   std::vector<double> p;  // beside ids, sums to 1
@@ -84,9 +84,9 @@ Kept keep_in_f64(const float* logits, int64_t vocab, const SampleParams& s) {
   return k;
 }
 
-// The drawn token is where the f64 running sum of the kept probabilities passes u, unless u is within 1e-5 of a step: exponentials are
-// good to 2 ulp plus |y| half ulps, far below. The log-probability loses |y| three times over (y, y - max, subtraction), exp's 4 half
-// ulps, the tree's V / 16 + 4 and log's 4 of at most log V.
+// The drawn token is where the f64 running sum of the kept probabilities passes u, unless u is within 1e-5 of a step:
+// exponentials are good to 2 ulp plus |y| half ulps, far below. The log-probability loses |y| three times over (y, y - max,
+// subtraction), exp's 4 half ulps, the tree's V / 16 + 4 and log's 4 of at most log V.
 TEST(Sample, FiltersAndDrawMatchSortingInF64) {
   for (const int64_t vocab : {1, 2, 7, 64, 100, 256, 1000}) {
     const int64_t rows = 400;
@@ -124,14 +124,15 @@ TEST(Sample, FiltersAndDrawMatchSortingInF64) {
   }
 }
 
-// Chi-square of 30000 draws against its 1 - 1e-6 quantile, by Wilson and Hilferty (4.753 normal deviations). Fixed seeds: no flakes.
+// Chi-square of 30000 draws against its 1 - 1e-6 quantile, by Wilson and Hilferty (4.753 normal deviations). Fixed seeds: no
+// flakes.
 TEST(Sample, FrequenciesFollowTheDistribution) {
   const int64_t vocab = 11, draws = 30000;
   const Tensor row = random_tensor(77, DType::f32, {1, vocab}, 2.0f);
   Tensor logits(DType::f32, {draws, vocab});
   for (int64_t i = 0; i < logits.elements(); ++i) logits.set(i, row.get(i % vocab));
-  SampleParams plain{.seed = 5}, hot{.temperature = 2.0f, .seed = 5}, top_k{.top_k = 5, .seed = 5}, top_p{.top_p = 0.8f, .seed = 5},
-      min_p{.min_p = 0.1f, .seed = 5}, forbid{.forbid = 3, .seed = 5};
+  SampleParams plain{.seed = 5}, hot{.temperature = 2.0f, .seed = 5}, top_k{.top_k = 5, .seed = 5},
+      top_p{.top_p = 0.8f, .seed = 5}, min_p{.min_p = 0.1f, .seed = 5}, forbid{.forbid = 3, .seed = 5};
   CpuContext c(2, kWorkspace);
   // What varies: the position, the sample or the prompt; each must give independent numbers.
   for (int varied = 0; varied < 3; ++varied)
@@ -222,7 +223,8 @@ TEST(Sample, TemperatureZeroTakesTheFirstLargest) {
   const float rows[3][6] = {{1, 3, 3, 2, 3, 0}, {-1, -1, -1, -1, -1, -1}, {1, 3, 3, 2, 3, 0}};
   for (int i = 0; i < 18; ++i) logits.set(i, rows[i / 6][i % 6]);
   // Filters do not apply; a forbidden id does.
-  const SampleParams params[] = {{.temperature = 0, .top_p = 0.1f, .min_p = 0.9f, .top_k = 1}, {.temperature = 0}, {.temperature = 0, .forbid = 1}};
+  const SampleParams params[] = {
+      {.temperature = 0, .top_p = 0.1f, .min_p = 0.9f, .top_k = 1}, {.temperature = 0}, {.temperature = 0, .forbid = 1}};
   const Drawn drawn(c, logits, params);
   EXPECT_EQ(drawn.id(0), 1);
   EXPECT_EQ(drawn.logprob.get(0), 3.0f - row_stats(logits.view().row<float>(0), 6, 1.0f).lse);

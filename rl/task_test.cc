@@ -1,0 +1,136 @@
+// Prompts in order: a permutation an epoch, a pure function of (seed, epoch), resumable at any point.
+
+#include "rl/task.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <set>
+
+namespace lockstep {
+namespace {
+
+std::vector<Prompt> numbered(int64_t count) {
+  std::vector<Prompt> prompts;
+  for (int64_t i = 0; i < count; ++i) prompts.push_back({.id = 0, .row = i, .text = std::to_string(i), .tokens = {0, static_cast<int32_t>(i)}, .label = ""});
+  return prompts;
+}
+
+TEST(Order, IsAPermutation) {
+  for (const int64_t count : {0, 1, 2, 7, 1000}) {
+    const std::vector<uint32_t> order = shuffled_order(count, 5, 3);
+    const std::set<uint32_t> seen(order.begin(), order.end());
+    EXPECT_EQ(static_cast<int64_t>(seen.size()), count);
+    if (count > 0) {
+      EXPECT_EQ(*seen.begin(), 0u);
+      EXPECT_EQ(*seen.rbegin(), count - 1);
+    }
+  }
+}
+
+TEST(Order, DependsOnSeedAndEpochAlone) {
+  EXPECT_EQ(shuffled_order(100, 1, 2), shuffled_order(100, 1, 2));
+  EXPECT_NE(shuffled_order(100, 1, 2), shuffled_order(100, 1, 3));
+  EXPECT_NE(shuffled_order(100, 1, 2), shuffled_order(100, 2, 2));
+}
+
+// Each of 6 permutations of 3 rows over 6000 epochs: 1000 expected, standard deviation sqrt(6000 * 1/6 * 5/6) = 29; 6 of them is 174.
+TEST(Order, IsUniform) {
+  std::map<std::vector<uint32_t>, int> counts;
+  for (int epoch = 0; epoch < 6000; ++epoch) ++counts[shuffled_order(3, 9, epoch)];
+  ASSERT_EQ(counts.size(), 6u);
+  for (const auto& [order, n] : counts) EXPECT_NEAR(n, 1000, 174);
+}
+
+TEST(Task, EveryEpochUsesEveryRowOnce) {
+  Task task(numbered(7), 3);
+  for (int epoch = 0; epoch < 4; ++epoch) {
+    std::set<int64_t> rows;
+    for (int i = 0; i < 7; ++i) rows.insert(task.next().row);
+    EXPECT_EQ(rows.size(), 7u);
+  }
+}
+
+TEST(Task, IdsCountUpAndAreNeverUsedTwice) {
+  Task task(numbered(3), 3);
+  for (int64_t i = 0; i < 20; ++i) EXPECT_EQ(task.next().id, i);
+}
+
+TEST(Task, ResumesAtTheNextPromptFromEveryPosition) {
+  constexpr int kTotal = 25;
+  Task straight(numbered(7), 11);
+  std::vector<int64_t> rows, ids;
+  for (int i = 0; i < kTotal; ++i) {
+    const Prompt p = straight.next();
+    rows.push_back(p.row);
+    ids.push_back(p.id);
+  }
+  for (int stop = 0; stop <= kTotal; ++stop) {
+    Task first(numbered(7), 11);
+    for (int i = 0; i < stop; ++i) first.next();
+    Task second(numbered(7), 11);
+    second.restore(first.cursor());
+    for (int i = stop; i < kTotal; ++i) {
+      const Prompt p = second.next();
+      ASSERT_EQ(p.row, rows[static_cast<size_t>(i)]) << "stopped after " << stop;
+      ASSERT_EQ(p.id, ids[static_cast<size_t>(i)]) << "stopped after " << stop;
+    }
+    EXPECT_EQ(second.cursor(), straight.cursor());
+  }
+}
+
+class TaskFile : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    path_ = std::filesystem::temp_directory_path() / fmt::format("task_test_{}.jsonl", ::testing::UnitTest::GetInstance()->current_test_info()->name());
+  }
+  void TearDown() override { std::filesystem::remove(path_); }
+  Result<std::vector<Prompt>> load(const std::string& text, const TaskOptions& options, TaskCounts* counts) {
+    std::ofstream(path_) << text;
+    return load_prompts(path_, tokenizer_, options, counts);
+  }
+  std::filesystem::path path_;
+  ByteTokenizer tokenizer_;
+};
+
+TEST_F(TaskFile, CountsWhatItDrops) {
+  TaskCounts counts;
+  TaskOptions options;
+  options.max_prompt_tokens = 4;  // the begin token and three bytes
+  const Result<std::vector<Prompt>> prompts = load(
+      "{\"prompt\":\"1+1\",\"label\":\"2\"}\n"
+      "{\"prompt\":\"12+12\",\"label\":\"24\"}\n"
+      "{\"prompt\":\"1+1\",\"label\":\"2\"}\n",
+      options, &counts);
+  ASSERT_TRUE(prompts.is_ok()) << prompts.message();
+  ASSERT_EQ(prompts.value().size(), 2u);
+  EXPECT_EQ(prompts.value()[0].tokens, (std::vector<int32_t>{0, 3 + '1', 3 + '+', 3 + '1'}));
+  EXPECT_EQ(prompts.value()[1].row, 1);
+  EXPECT_EQ(counts.rows, 2);
+  EXPECT_EQ(counts.overlong_prompts, 1);
+  EXPECT_EQ(counts.duplicate_prompts, 1);
+}
+
+TEST_F(TaskFile, BadRowsStopTheRunUnlessTolerated) {
+  const std::string text = "{\"prompt\":\"1+1\",\"label\":\"2\"}\nnot json\n";
+  TaskCounts counts;
+  TaskOptions options;
+  EXPECT_FALSE(load(text, options, &counts).is_ok());
+  options.max_bad_rows = 0.4f;
+  EXPECT_FALSE(load(text, options, &counts).is_ok());
+  options.max_bad_rows = 0.5f;
+  ASSERT_TRUE(load(text, options, &counts).is_ok());
+  EXPECT_EQ(counts.bad_rows, 1);
+}
+
+TEST_F(TaskFile, NothingUsableIsAnError) {
+  TaskOptions options;
+  options.max_prompt_tokens = 1;
+  EXPECT_FALSE(load("{\"prompt\":\"1+1\",\"label\":\"2\"}\n", options, nullptr).is_ok());
+  EXPECT_FALSE(load("", options, nullptr).is_ok());
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,208 @@
+// A run that stopped and was resumed leaves the same bytes behind as one that never stopped: weights, optimizer state, metrics, rollouts and
+// evaluations. Whole runs through the loop, on a tiny model with one layer of every kind.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+
+#include "io/file.h"
+#include "io/run_dir.h"
+#include "rl/arithmetic.h"
+#include "rl/loop.h"
+#include "rl/sft.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string contents(const std::string& path) {
+  Result<std::string> text = read_file(path);
+  EXPECT_TRUE(text.is_ok()) << (text ? "" : text.message());
+  return text ? text.take() : "";
+}
+
+class Resume : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = fs::temp_directory_path() / fmt::format("lockstep_resume_{}_{}", ::testing::UnitTest::GetInstance()->current_test_info()->name(), ::getpid());
+    fs::create_directories(root_);
+    ModelConfig m;
+    m.vocab_size = ByteTokenizer::kFirstByte + static_cast<int64_t>(kArithmeticAlphabet.size());
+    m.hidden_size = 32;
+    m.num_heads = 4;
+    m.head_dim = 16;
+    m.rope_dim = 8;
+    m.q_rank = 16;
+    m.o_groups = 2;
+    m.o_rank = 16;
+    m.window = 5;
+    m.index_heads = 2;
+    m.index_head_dim = 16;
+    m.index_topk = 2;
+    m.num_experts = 4;
+    m.experts_per_token = 2;
+    m.expert_dim = 16;
+    m.swiglu_limit = 10.0f;
+    m.sinkhorn_iters = 4;
+    m.max_positions = 64;
+    m.initializer_range = 0.1f;
+    m.layers = {{AttentionKind::swa, 0, true}, {AttentionKind::csa, 4, false}, {AttentionKind::hca, 8, false}};
+    ASSERT_TRUE(atomic_write(path("config.json"), model_config_json(m)).is_ok());
+    ASSERT_TRUE(ByteTokenizer(std::string(kArithmeticAlphabet)).save(root_).is_ok());
+    const ArithmeticOptions options{.seed = 5, .difficulty_min = 1, .difficulty_max = 1, .families = {ArithmeticFamily::add}};
+    Result<std::vector<ArithmeticItem>> items = make_arithmetic_set(options, ArithmeticSplit::train, 25);
+    ASSERT_TRUE(items.is_ok());
+    ASSERT_TRUE(write_arithmetic_prompts(path("train.jsonl"), std::span(items.value()).first(15)).is_ok());
+    ASSERT_TRUE(write_arithmetic_prompts(path("eval.jsonl"), std::span(items.value()).subspan(15)).is_ok());
+    ASSERT_TRUE(write_arithmetic_examples(path("sft.jsonl"), items.value()).is_ok());
+  }
+  void TearDown() override { fs::remove_all(root_); }
+  std::string path(const std::string& name) const { return root_ / name; }
+
+  LoopConfig loop_config(const std::string& run, int64_t steps) const {
+    LoopConfig c;
+    c.run = {.dir = path(run), .seed = 7, .threads = 1, .steps = steps, .checkpoint_every = 30, .keep_checkpoints = 10, .eval_every = 20, .save_rollouts = true};
+    c.model = {.config = path("config.json"), .init = "random", .tokenizer = path(""), .numerics = Numerics::bf16};
+    c.task = {.train_file = path("train.jsonl"), .eval_file = path("eval.jsonl"), .reward = RewardKind::math, .max_prompt_tokens = 16};
+    c.rollout.prompts_per_step = 2;
+    c.rollout.samples_per_prompt = 4;
+    c.rollout.max_new_tokens = 6;
+    c.train.loss.entropy_coef = 0.01f;  // random weights earn no reward; this gives every step a gradient
+    c.optimizer.freeze_router = false;
+    c.eval = {.samples = 2, .problems = 4, .temperature = 1, .top_k = 0, .top_p = 1, .max_new_tokens = 6, .seed = 0};
+    return c;
+  }
+
+  LoopReport run(const LoopConfig& config, bool resume) {
+    Result<LoopReport> report = run_loop(config, resume, Hooks());
+    EXPECT_TRUE(report.is_ok()) << (report ? "" : report.message());
+    return report ? report.take() : LoopReport();
+  }
+
+  // Every file that does not measure time or speak of the way there.
+  std::vector<std::string> compared_files(const std::string& run, int64_t last_step) const {
+    std::vector<std::string> files = {"metrics.jsonl"};
+    for (const char* folder : {"rollouts", "evals"}) {
+      if (!fs::exists(path(run) + "/" + folder)) continue;
+      for (const auto& entry : fs::directory_iterator(path(run) + "/" + folder)) files.push_back(std::string(folder) + "/" + entry.path().filename().string());
+    }
+    for (const char* name : {"masters.safetensors", "optimizer.safetensors", "state.json", "config.json"}) {
+      files.push_back("checkpoints/" + step_name(last_step) + "/" + name);
+    }
+    std::sort(files.begin(), files.end());
+    return files;
+  }
+
+  void expect_same_runs(const std::string& a, const std::string& b, int64_t last_step) const {
+    const std::vector<std::string> files = compared_files(a, last_step);
+    EXPECT_EQ(files, compared_files(b, last_step));
+    for (const std::string& f : files) EXPECT_TRUE(contents(path(a) + "/" + f) == contents(path(b) + "/" + f)) << f << " differs";
+  }
+
+  fs::path root_;
+};
+
+TEST_F(Resume, ThirtyAndThirtyStepsAreSixty) {
+  const LoopReport straight = run(loop_config("straight", 60), false);
+  EXPECT_EQ(straight.last_step, 60);
+  EXPECT_GT(straight.compared_tokens, 60 * 8);
+  EXPECT_EQ(straight.max_gap, 0);
+
+  run(loop_config("resumed", 30), false);
+  LoopConfig second = loop_config("resumed", 60);
+  second.run.threads = 2;  // nothing depends on how many
+  const LoopReport resumed = run(second, true);
+  EXPECT_EQ(resumed.first_step, 30);
+  EXPECT_EQ(resumed.last_step, 60);
+  expect_same_runs("straight", "resumed", 60);
+
+  // The comparison can fail: the weights did move.
+  EXPECT_NE(contents(path("straight/checkpoints/step_000030/masters.safetensors")), contents(path("straight/checkpoints/step_000060/masters.safetensors")));
+}
+
+// Killed between checkpoints: later metrics, rollouts and half a checkpoint are there, and the work since the checkpoint is done again.
+TEST_F(Resume, AfterBeingKilled) {
+  LoopConfig config = loop_config("straight", 12);
+  config.run.checkpoint_every = 4;
+  config.run.eval_every = 3;
+  config.train.steps_per_rollout = 2;
+  config.train.loss.kl = KlKind::k3;
+  config.train.loss.kl_coef = 0.05f;
+  config.train.recompute = true;
+  run(config, false);
+
+  LoopConfig first = config;
+  first.run.dir = path("killed");
+  first.run.steps = 7;
+  run(first, false);
+  fs::remove(path("killed/checkpoints/step_000007/COMPLETE"));
+  std::ofstream(path("killed/metrics.jsonl"), std::ios::app) << "{\"step\":8,\"cut o";
+
+  LoopConfig second = config;
+  second.run.dir = path("killed");
+  const LoopReport resumed = run(second, true);
+  EXPECT_EQ(resumed.first_step, 4);
+  expect_same_runs("straight", "killed", 12);
+}
+
+TEST_F(Resume, BeforeTheFirstCheckpointBeginsAgain) {
+  LoopConfig config = loop_config("straight", 3);
+  run(config, false);
+  config.run.dir = path("killed");
+  run(config, false);
+  fs::remove_all(path("killed/checkpoints"));
+  EXPECT_EQ(run(config, true).first_step, 0);
+  expect_same_runs("straight", "killed", 3);
+}
+
+TEST_F(Resume, RefusesAnotherRun) {
+  LoopConfig config = loop_config("run", 2);
+  run(config, false);
+  EXPECT_FALSE(run_loop(config, false, Hooks()).is_ok()) << "a fresh run over an old one";
+  config.run.seed = 8;
+  EXPECT_FALSE(run_loop(config, true, Hooks()).is_ok()) << "another seed";
+  config = loop_config("run", 4);
+  config.task.train_file = path("eval.jsonl");
+  EXPECT_FALSE(run_loop(config, true, Hooks()).is_ok()) << "other data";
+  config = loop_config("nothing", 4);
+  EXPECT_FALSE(run_loop(config, true, Hooks()).is_ok()) << "nothing to resume";
+  EXPECT_EQ(run(loop_config("run", 2), true).last_step, 2) << "nothing left to do is no error";
+}
+
+TEST_F(Resume, KeepsTheNewestCheckpoints) {
+  LoopConfig config = loop_config("run", 5);
+  config.run.eval_every = 0;
+  config.run.checkpoint_every = 1;
+  config.run.keep_checkpoints = 2;
+  run(config, false);
+  Result<std::vector<Checkpoint>> kept = complete_checkpoints(path("run"));
+  ASSERT_TRUE(kept.is_ok());
+  ASSERT_EQ(kept.value().size(), 2u);
+  EXPECT_EQ(kept.value()[0].step, 4);
+  EXPECT_EQ(kept.value()[1].step, 5);
+}
+
+TEST_F(Resume, Sft) {
+  SftConfig config;
+  config.run = loop_config("straight", 0).run;
+  config.run.checkpoint_every = 5;
+  config.model = loop_config("straight", 0).model;
+  config.sft = {.file = path("sft.jsonl"), .steps = 12, .batch_size = 6, .lr = 3e-3f, .schedule = ScheduleKind::constant, .warmup_steps = 2};
+  const Result<SftReport> straight = run_sft(config, false, Hooks());
+  ASSERT_TRUE(straight.is_ok()) << straight.message();
+  EXPECT_LT(straight.value().last_loss, straight.value().first_loss);
+
+  config.run.dir = path("resumed");
+  config.sft.steps = 7;
+  ASSERT_TRUE(run_sft(config, false, Hooks()).is_ok());
+  fs::remove(path("resumed/checkpoints/step_000007/COMPLETE"));
+  config.sft.steps = 12;
+  ASSERT_TRUE(run_sft(config, true, Hooks()).is_ok());
+  expect_same_runs("straight", "resumed", 12);
+}
+
+}  // namespace
+}  // namespace lockstep
