@@ -25,6 +25,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }
 
 int64_t page_count(const EngineOptions& o, int64_t page_tokens) {
+  CHECK(o.max_running >= 1 && o.max_context >= 2, "{} running samples of {} positions", o.max_running, o.max_context);
   // The prompt that waits for its samples has a slot beside the running ones (scheduler.h), so it is given pages like one more sample.
   const int64_t per_sequence = (o.max_context + page_tokens - 1) / page_tokens;
   const int64_t pages = o.num_pages > 0 ? o.num_pages : (o.max_running + 1) * per_sequence;

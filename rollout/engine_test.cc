@@ -24,13 +24,14 @@ namespace {
 std::atomic<int64_t> g_news{0};  // calls of operator new in this program
 }
 
-void* operator new(std::size_t bytes) {
+// Not inlined: the compiler would otherwise see malloc and delete, or new and free, meet in callers and warn.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
   g_news.fetch_add(1, std::memory_order_relaxed);
   if (void* p = std::malloc(bytes == 0 ? 1 : bytes)) return p;
   throw std::bad_alloc();
 }
-void operator delete(void* p) noexcept { std::free(p); }
-void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 
 namespace lockstep {
 namespace {

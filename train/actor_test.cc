@@ -197,13 +197,14 @@ TEST(Actor, SftLowersTheLoss) {
 }
 
 // For every tensor, the slope of the loss along its own gradient is that gradient's norm. All experts and all entries are
-// selected and no ratio is near a clip, so that the loss has neither jumps nor kinks. It is formed in f64 from f32 log-probs off
-// by some 1e-6 each, in the mean over 100 tokens by 1e-7; divided by 2 h with h = 2e-3 that is 3e-5 of slope. The third derivative
-// along a direction of length 1 is of the order of the loss: h^2 / 6 of it is below 1e-5. The bound has room for three times both.
+// selected and no ratio is clipped, so that the loss has neither jumps nor kinks. It is formed in f64 from f32 log-probs off by
+// some 1e-6 each, in the mean over 100 tokens by 1e-7; divided by 2 h with h = 2e-3 that is 3e-5 of slope. The third derivative
+// along a direction of length 1 is of the order of the loss: h^2 / 6 of it is below 1e-5. The bound has room for three times
+// both.
 TEST(Actor, GradientIsTheSlopeOfTheLoss) {
   LossConfig unclipped = full_policy_loss();
-  unclipped.clip_low = 0.9f;
-  unclipped.clip_high = 9.0f;
+  unclipped.clip_low = 1.0f;
+  unclipped.clip_high = 1e6f;
   unclipped.dual_clip = 0.0f;
   for (const LossConfig& loss : {sft(), unclipped}) {
     ActorSetup setup;
@@ -316,6 +317,22 @@ TEST(Actor, MetricsAreMeansOverTrainedTokens) {
   EXPECT_NEAR(value_of(m, "entropy"), entropy / tokens, 1e-12);
   EXPECT_NEAR(value_of(m, "loss"),
               value_of(m, "pg_loss") + loss.kl_coef * value_of(m, "kl_loss") - loss.entropy_coef * value_of(m, "entropy"), 1e-12);
+}
+
+// Dividing logits by 1/2 and doubling the head's weights are the same numbers, and each sample has its own temperature.
+TEST(Actor, LogprobsAreAtTheTemperatureOfTheirSample) {
+  World w({});
+  std::vector<TrainSample> samples = random_samples(6, {20, 12});
+  samples[0].temperature = 0.5f;
+  samples[1].temperature = 1.0f;
+  const std::vector<TokenLogprobs> halved = w.actor.logprobs(samples);
+  const TensorView head = w.actor.masters().views.back();
+  ASSERT_EQ(w.weights.table().back().name, "head.weight");
+  for (int64_t k = 0; k < head.shape.elements(); ++k) head.ptr<float>()[k] *= 2;
+  w.actor.publish();
+  samples[0].temperature = 1.0f;
+  samples[1].temperature = 2.0f;
+  EXPECT_TRUE(same_bits(halved, w.actor.logprobs(samples)));
 }
 
 TEST(Actor, BitsDoNotDependOnThreads) {
