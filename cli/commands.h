@@ -1,5 +1,6 @@
 #pragma once
-// What main.cc hands to each command, and the exit codes they return. One .cc a command; only main.cc knows how a command line is read.
+// What main.cc hands to each command, and the exit codes they return. One .cc a command; only main.cc knows how a command line is
+// read.
 
 #include <cstdint>
 #include <string>

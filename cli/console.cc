@@ -40,7 +40,13 @@ int Console::fail(const Status& status) {
 }
 
 LoopConfig make_loop_config(const RunConfig& c) {
-  return {.run = c.run, .model = c.model, .task = c.task, .rollout = c.rollout, .train = c.train, .optimizer = c.optimizer, .eval = c.eval,
+  return {.run = c.run,
+          .model = c.model,
+          .task = c.task,
+          .rollout = c.rollout,
+          .train = c.train,
+          .optimizer = c.optimizer,
+          .eval = c.eval,
           .resolved = config_toml(c)};
 }
 

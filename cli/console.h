@@ -1,5 +1,6 @@
 #pragma once
-// What commands share at the terminal: progress and log lines for long work, error lines with exit codes, settings to the parts' own configs.
+// What commands share at the terminal: progress and log lines for long work, error lines with exit codes, settings to the parts'
+// own configs.
 
 #include <string>
 

@@ -26,7 +26,8 @@ std::string unused_directory(const std::string& wanted) {
   return path;
 }
 
-Result<EvalReport> evaluate_checkpoint(const RunConfig& c, const std::string& checkpoint, const std::string& records_path, Console& console) {
+Result<EvalReport> evaluate_checkpoint(const RunConfig& c, const std::string& checkpoint, const std::string& records_path,
+                                       Console& console) {
   PolicyOptions model = c.model;
   model.config.clear();
   model.init = checkpoint;
@@ -39,7 +40,8 @@ Result<EvalReport> evaluate_checkpoint(const RunConfig& c, const std::string& ch
   Result<std::vector<Prompt>> problems = load_prompts(c.task.eval_file, policy.value()->tokenizer(), c.task, nullptr);
   if (!problems) return problems.status();
   std::string records;
-  Result<EvalReport> report = evaluate(*policy.value(), problems.value(), c.task.reward, c.eval, console.hooks(), "eval", &records);
+  Result<EvalReport> report =
+      evaluate(*policy.value(), problems.value(), c.task.reward, c.eval, console.hooks(), "eval", &records);
   if (!report) return report;
   LOCKSTEP_RETURN_IF_ERROR(atomic_write(records_path, records));
   console.hooks().say("eval: " + report.value().str());
@@ -79,8 +81,8 @@ int demo_command(const RunArgs& args) {
                                              .families = c.demo.families});
   if (!made) return console.fail(made);
   if (const Status s = log_to_file(dir + "/demo.log"); !s) return console.fail(s);
-  hooks.say(fmt::format("1/5  task: {} worked examples, {} problems, {} held out, in {}", c.demo.sft_examples, c.demo.train_problems, c.demo.eval_problems,
-                        data));
+  hooks.say(fmt::format("1/5  task: {} worked examples, {} problems, {} held out, in {}", c.demo.sft_examples,
+                        c.demo.train_problems, c.demo.eval_problems, data));
 
   hooks.say("2/5  supervised warm start from random weights");
   c.run.dir = dir + "/sft";
@@ -91,8 +93,9 @@ int demo_command(const RunArgs& args) {
   Result<EvalReport> before = evaluate_checkpoint(c, sft.value().checkpoint, dir + "/eval_before.jsonl", console);
   if (!before) return console.fail(before.status());
 
-  hooks.say(fmt::format("4/5  reinforcement learning: {} steps of {} prompts x {} samples; sampler and trainer must agree bit for bit", c.run.steps,
-                        c.rollout.prompts_per_step, c.rollout.samples_per_prompt));
+  hooks.say(
+      fmt::format("4/5  reinforcement learning: {} steps of {} prompts x {} samples; sampler and trainer must agree bit for bit",
+                  c.run.steps, c.rollout.prompts_per_step, c.rollout.samples_per_prompt));
   c.run.dir = dir + "/train";
   c.model.init = sft.value().checkpoint;
   Result<LoopReport> loop = run_loop(make_loop_config(c), false, hooks);
@@ -108,20 +111,22 @@ int demo_command(const RunArgs& args) {
   const EvalReport &b = before.value(), &a = after.value();
   const double total_s = std::chrono::duration<double>(Clock::now() - start).count();
   const double eval_s = b.seconds + a.seconds + r.eval_seconds;
-  std::printf("\n%lld held-out problems, %lld samples each, temperature %g\n", static_cast<long long>(b.num_problems), static_cast<long long>(b.num_samples),
-              c.eval.temperature);
+  std::printf("\n%lld held-out problems, %lld samples each, temperature %g\n", static_cast<long long>(b.num_problems),
+              static_cast<long long>(b.num_samples), c.eval.temperature);
   std::printf("             before RL   after RL\n");
   for (size_t i = 0; i < b.pass_at_k.size(); ++i) {
-    std::printf("  pass@%-4lld  %8.3f   %8.3f\n", static_cast<long long>(b.pass_at_k[i].first), b.pass_at_k[i].second, a.pass_at_k[i].second);
+    std::printf("  pass@%-4lld  %8.3f   %8.3f\n", static_cast<long long>(b.pass_at_k[i].first), b.pass_at_k[i].second,
+                a.pass_at_k[i].second);
   }
   std::printf("  std error  %8.3f   %8.3f   of pass@1, from sampling\n", b.standard_error, a.standard_error);
   std::printf("  truncated  %7.1f%%   %7.1f%%\n\n", 100 * b.truncated_ratio, 100 * a.truncated_ratio);
-  std::printf("sampler against trainer: largest log-prob gap %g over %lld tokens of %lld steps\n\n", r.max_gap, static_cast<long long>(r.compared_tokens),
-              static_cast<long long>(r.last_step - r.first_step));
+  std::printf("sampler against trainer: largest log-prob gap %g over %lld tokens of %lld steps\n\n", r.max_gap,
+              static_cast<long long>(r.compared_tokens), static_cast<long long>(r.last_step - r.first_step));
   std::printf("  phase               time     tokens/s\n");
   std::printf("  warm start      %8.1f s   %10.0f\n", s.seconds, rate(s.num_tokens, s.seconds));
   std::printf("  rollout         %8.1f s   %10.0f   sampled\n", r.rollout_seconds, rate(r.rollout_tokens, r.rollout_seconds));
-  std::printf("  training        %8.1f s   %10.0f   prompts and responses\n", r.train_seconds, rate(r.train_tokens, r.train_seconds));
+  std::printf("  training        %8.1f s   %10.0f   prompts and responses\n", r.train_seconds,
+              rate(r.train_tokens, r.train_seconds));
   std::printf("  evaluation      %8.1f s\n", eval_s);
   std::printf("  everything      %8.1f s\n\n", total_s);
   std::printf("Everything is in %s; try\n  lockstep generate %s/train '12+34:'\n", dir.c_str(), dir.c_str());
@@ -133,7 +138,9 @@ int demo_command(const RunArgs& args) {
     line.add(fmt::format("after/pass@{}", a.pass_at_k[i].first), a.pass_at_k[i].second);
   }
   line.add("sft_tok_per_s", rate(s.num_tokens, s.seconds)).add("rollout_tok_per_s", rate(r.rollout_tokens, r.rollout_seconds));
-  line.add("train_tok_per_s", rate(r.train_tokens, r.train_seconds)).add("sft_time", s.seconds).add("rollout_time", r.rollout_seconds);
+  line.add("train_tok_per_s", rate(r.train_tokens, r.train_seconds))
+      .add("sft_time", s.seconds)
+      .add("rollout_time", r.rollout_seconds);
   line.add("train_time", r.train_seconds).add("eval_time", eval_s).add("total_time", total_s);
   if (const Status written = atomic_write(dir + "/demo.json", line.str() + "\n"); !written) return console.fail(written);
   return kExitOk;

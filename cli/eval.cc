@@ -23,7 +23,8 @@ Result<ResolvedConfig> eval_config(const EvalArgs& args) {
     run_dir = config.values.run.dir;
   }
   std::error_code error;
-  const std::string source = !args.checkpoint.empty() ? args.checkpoint : std::filesystem::exists(run_dir + "/checkpoints", error) ? run_dir : "";
+  std::string source = args.checkpoint;
+  if (source.empty() && !run_dir.empty() && std::filesystem::exists(run_dir + "/checkpoints", error)) source = run_dir;
   if (!source.empty()) {
     Result<std::string> checkpoint = find_checkpoint(source);
     if (!checkpoint) return checkpoint.status();
@@ -62,7 +63,8 @@ int eval_command(const EvalArgs& args) {
   console.hooks().begin();
 
   std::string records;
-  Result<EvalReport> report = evaluate(*policy.value(), problems.value(), c.task.reward, c.eval, console.hooks(), "eval", &records);
+  Result<EvalReport> report =
+      evaluate(*policy.value(), problems.value(), c.task.reward, c.eval, console.hooks(), "eval", &records);
   if (!report) return console.fail(report.status());
   console.progress().clear();
   if (!args.records.empty()) {
@@ -71,12 +73,15 @@ int eval_command(const EvalArgs& args) {
   const std::string set = std::filesystem::path(c.task.eval_file).stem().string();
   if (args.json) {
     JsonLine line;
-    line.add("checkpoint", c.model.init).add("data", c.task.eval_file).add("temperature", c.eval.temperature).add("top_p", c.eval.top_p);
+    line.add("checkpoint", c.model.init)
+        .add("data", c.task.eval_file)
+        .add("temperature", c.eval.temperature)
+        .add("top_p", c.eval.top_p);
     for (const auto& [name, value] : report.value().values(set)) line.add(name, value);
     std::printf("%s\n", line.str().c_str());
   } else {
-    std::printf("%s on %s, temperature %g, top_p %g\n%s\n", c.model.init.c_str(), c.task.eval_file.c_str(), c.eval.temperature, c.eval.top_p,
-                report.value().str().c_str());
+    std::printf("%s on %s, temperature %g, top_p %g\n%s\n", c.model.init.c_str(), c.task.eval_file.c_str(), c.eval.temperature,
+                c.eval.top_p, report.value().str().c_str());
   }
   return kExitOk;
 }

@@ -46,7 +46,8 @@ int generate_command(const GenerateArgs& args) {
   request.sampling.max_new_tokens = c.eval.max_new_tokens;
   request.sampling.stop_ids = {tokenizer.value()->eos_id()};
   console.hooks().begin();
-  Result<std::vector<Completion>> completions = run_requests(policy.value()->engine(), std::span(&request, 1), console.hooks(), "generate");
+  Result<std::vector<Completion>> completions =
+      run_requests(policy.value()->engine(), std::span(&request, 1), console.hooks(), "generate");
   if (!completions) return console.fail(completions.status());
   console.progress().clear();
   for (const Completion& done : completions.value()) {

@@ -36,22 +36,24 @@ void print_config(const ModelConfig& m) {
   std::map<std::string, int> kinds;
   int hash_routed = 0;
   for (const LayerConfig& l : m.layers) {
-    ++kinds[l.ratio > 0 ? fmt::format("{} (ratio {})", attention_kind_name(l.attention), l.ratio) : attention_kind_name(l.attention)];
+    ++kinds[l.ratio > 0 ? fmt::format("{} (ratio {})", attention_kind_name(l.attention), l.ratio)
+                        : attention_kind_name(l.attention)];
     hash_routed += l.hash_routed ? 1 : 0;
   }
   std::string layers;
   for (const auto& [name, count] : kinds) layers += fmt::format("{}{} {}", layers.empty() ? "" : ", ", count, name);
-  print(fmt::format("model\n"
-                    "  layers       {}: {}; {} hash-routed\n"
-                    "  width        {}, vocabulary {}, positions {}\n"
-                    "  attention    {} heads x {} ({} rotated), q rank {}, {} output groups of rank {}, window {}\n"
-                    "  indexer      {} heads x {}, top {}\n"
-                    "  experts      {} of {} a token, inner {}, plus 1 shared\n"
-                    "  streams      {}, {} Sinkhorn iterations\n"
-                    "  page unit    {} positions\n",
-                    m.num_layers(), layers, hash_routed, m.hidden_size, m.vocab_size, m.max_positions, m.num_heads, m.head_dim, m.rope_dim, m.q_rank,
-                    m.o_groups, m.o_rank, m.window, m.index_heads, m.index_head_dim, m.index_topk, m.experts_per_token, m.num_experts, m.expert_dim,
-                    m.hc_mult, m.sinkhorn_iters, m.page_unit()));
+  print(
+      fmt::format("model\n"
+                  "  layers       {}: {}; {} hash-routed\n"
+                  "  width        {}, vocabulary {}, positions {}\n"
+                  "  attention    {} heads x {} ({} rotated), q rank {}, {} output groups of rank {}, window {}\n"
+                  "  indexer      {} heads x {}, top {}\n"
+                  "  experts      {} of {} a token, inner {}, plus 1 shared\n"
+                  "  streams      {}, {} Sinkhorn iterations\n"
+                  "  page unit    {} positions\n",
+                  m.num_layers(), layers, hash_routed, m.hidden_size, m.vocab_size, m.max_positions, m.num_heads, m.head_dim,
+                  m.rope_dim, m.q_rank, m.o_groups, m.o_rank, m.window, m.index_heads, m.index_head_dim, m.index_topk,
+                  m.experts_per_token, m.num_experts, m.expert_dim, m.hc_mult, m.sinkhorn_iters, m.page_unit()));
 }
 
 void print_table(const std::vector<TensorSpec>& table) {
@@ -64,7 +66,9 @@ void print_table(const std::vector<TensorSpec>& table) {
     total += t.shape.elements();
   }
   print("\nelements by role\n");
-  for (const auto& [role, count] : by_role) print(fmt::format("  {:<12} {:>14}  {:5.1f}%\n", role, count, 100.0 * static_cast<double>(count) / static_cast<double>(total)));
+  for (const auto& [role, count] : by_role)
+    print(
+        fmt::format("  {:<12} {:>14}  {:5.1f}%\n", role, count, 100.0 * static_cast<double>(count) / static_cast<double>(total)));
   print(fmt::format("  {:<12} {:>14}  {} in f32, {} in bf16\n", "total", total, format_bytes(static_cast<uint64_t>(total) * 4),
                     format_bytes(static_cast<uint64_t>(total) * 2)));
 }

@@ -1,11 +1,18 @@
-// The command line. Reads it, checks the processor, and hands over to one function a command; nothing else in the program sees flags.
+// The command line. Reads it, checks the processor, and hands over to one function a command; nothing else in the program sees
+// flags.
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include <CLI/CLI.hpp>
+#include <fmt/core.h>
 
 #include "cli/commands.h"
+#include "cli/names.h"
 
 namespace lockstep {
 
@@ -24,6 +31,35 @@ bool processor_is_supported() {
 #endif
 }
 
+// The argument that nothing understands, and the known name nearest to it. "" when there is none: the error is another one.
+std::string explain_unknown(const CLI::App& app, int argc, char** argv) {
+  const CLI::App* command = nullptr;
+  if (argc > 1 && argv[1][0] != '-') {
+    std::vector<std::string_view> names;
+    for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; })) {
+      if (sub->get_name() == argv[1]) command = sub;
+      names.push_back(sub->get_name());
+    }
+    if (command == nullptr) {
+      const std::string near = nearest_name(argv[1], names);
+      return fmt::format("{} is not a command{}", argv[1],
+                         near.empty() ? "; `lockstep --help` lists them" : "; did you mean " + near + "?");
+    }
+  }
+  std::vector<std::string> flags;
+  for (const CLI::Option* option : (command == nullptr ? app : *command).get_options()) {
+    for (const std::string& name : option->get_lnames()) flags.push_back("--" + name);
+  }
+  const std::vector<std::string_view> known(flags.begin(), flags.end());
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view flag = std::string_view(argv[i]).substr(0, std::string_view(argv[i]).find('='));
+    if (!flag.starts_with("--") || flag == "--" || std::find(known.begin(), known.end(), flag) != known.end()) continue;
+    const std::string near = nearest_name(flag, known);
+    return fmt::format("{} is not a known flag{}", flag, near.empty() ? "; --help lists them" : "; did you mean " + near + "?");
+  }
+  return "";
+}
+
 int run(int argc, char** argv) {
   CLI::App app{kDescription, "lockstep"};
   app.require_subcommand(1);
@@ -33,7 +69,8 @@ int run(int argc, char** argv) {
   const auto add_run = [&](const char* name, const char* help, RunArgs& args, int (*command)(const RunArgs&)) {
     CLI::App* c = app.add_subcommand(name, help);
     c->add_option("RUN.toml", args.config, "Describes the run; `lockstep settings` lists what it may say")->required();
-    c->add_option("--set", args.overrides, "Override one setting, as section.key=value; may be repeated")->allow_extra_args(false);
+    c->add_option("--set", args.overrides, "Override one setting, as section.key=value; may be repeated")
+        ->allow_extra_args(false);
     c->callback([&exit_code, &args, command] { exit_code = command(args); });
     return c;
   };
@@ -64,15 +101,23 @@ int run(int argc, char** argv) {
   g->callback([&] { exit_code = generate_command(generate); });
 
   MakeTaskArgs make_task;
-  CLI::App* m = app.add_subcommand("make-task", "Write an arithmetic task: training and held-out problems, worked examples, tokenizer");
+  CLI::App* m =
+      app.add_subcommand("make-task", "Write an arithmetic task: training and held-out problems, worked examples, tokenizer");
   m->add_option("DIR", make_task.directory, "Where train.jsonl, eval.jsonl, sft.jsonl and the tokenizer go")->required();
   m->add_option("--seed", make_task.seed, "Other seeds draw other problems");
   m->add_option("--train", make_task.num_train, "Training problems")->check(CLI::PositiveNumber)->capture_default_str();
-  m->add_option("--eval", make_task.num_eval, "Held-out problems, none of which is in the other files")->check(CLI::PositiveNumber)->capture_default_str();
+  m->add_option("--eval", make_task.num_eval, "Held-out problems, none of which is in the other files")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   m->add_option("--sft", make_task.num_sft, "Worked examples")->check(CLI::PositiveNumber)->capture_default_str();
-  m->add_option("--difficulty-min", make_task.difficulty_min, "Easiest problems; 1 is mostly one digit")->check(CLI::Range(1, 3))->capture_default_str();
-  m->add_option("--difficulty-max", make_task.difficulty_max, "Hardest problems; 3 is three digits")->check(CLI::Range(1, 3))->capture_default_str();
-  m->add_option("--families", make_task.families, "Kinds of problems, separated by commas: add subtract multiply remainder gcd linear max mixed (all)");
+  m->add_option("--difficulty-min", make_task.difficulty_min, "Easiest problems; 1 is mostly one digit")
+      ->check(CLI::Range(1, 3))
+      ->capture_default_str();
+  m->add_option("--difficulty-max", make_task.difficulty_max, "Hardest problems; 3 is three digits")
+      ->check(CLI::Range(1, 3))
+      ->capture_default_str();
+  m->add_option("--families", make_task.families,
+                "Kinds of problems, separated by commas: add subtract multiply remainder gcd linear max mixed (all)");
   m->callback([&] { exit_code = make_task_command(make_task); });
 
   std::string inspected;
@@ -92,8 +137,16 @@ int run(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    // --help arrives here too, with code 0.
-    return app.exit(error) == 0 ? kExitOk : kExitBadInput;
+    if (error.get_exit_code() == 0) {  // --help arrives here too
+      app.exit(error);
+      return kExitOk;
+    }
+    if (const std::string unknown = explain_unknown(app, argc, argv); !unknown.empty()) {
+      std::fprintf(stderr, "lockstep: %s\n", unknown.c_str());
+    } else {
+      app.exit(error);
+    }
+    return kExitBadInput;
   }
   return exit_code;
 }
@@ -104,7 +157,9 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   if (!lockstep::processor_is_supported()) {
-    std::fputs("lockstep: this processor lacks AVX2 or FMA, which every x86 build needs (Intel Haswell, AMD Excavator, or newer)\n", stderr);
+    std::fputs(
+        "lockstep: this processor lacks AVX2 or FMA, which every x86 build needs (Intel Haswell, AMD Excavator, or newer)\n",
+        stderr);
     return lockstep::kExitFailure;
   }
   try {

@@ -12,7 +12,8 @@
 namespace lockstep {
 
 Status write_arithmetic_task(const MakeTaskArgs& args) {
-  ArithmeticOptions options{.seed = static_cast<uint64_t>(args.seed), .difficulty_min = args.difficulty_min, .difficulty_max = args.difficulty_max};
+  ArithmeticOptions options{
+      .seed = static_cast<uint64_t>(args.seed), .difficulty_min = args.difficulty_min, .difficulty_max = args.difficulty_max};
   for (size_t at = 0; at < args.families.size();) {
     const size_t comma = std::min(args.families.find(',', at), args.families.size());
     Result<ArithmeticFamily> family = parse_arithmetic_family(std::string_view(args.families).substr(at, comma - at));
@@ -35,9 +36,11 @@ Status write_arithmetic_task(const MakeTaskArgs& args) {
 
 int make_task_command(const MakeTaskArgs& args) {
   if (const Status s = write_arithmetic_task(args); !s) return fail(kExitBadInput, s);
-  std::printf("%s: %lld worked examples in sft.jsonl, %lld problems in train.jsonl, %lld held out in eval.jsonl; the tokenizer has %d ids\n",
-              args.directory.c_str(), static_cast<long long>(args.num_sft), static_cast<long long>(args.num_train), static_cast<long long>(args.num_eval),
-              ByteTokenizer(std::string(kArithmeticAlphabet)).vocab_size());
+  std::printf(
+      "%s: %lld worked examples in sft.jsonl, %lld problems in train.jsonl, %lld held out in eval.jsonl; the tokenizer has %d "
+      "ids\n",
+      args.directory.c_str(), static_cast<long long>(args.num_sft), static_cast<long long>(args.num_train),
+      static_cast<long long>(args.num_eval), ByteTokenizer(std::string(kArithmeticAlphabet)).vocab_size());
   return kExitOk;
 }
 

@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
-#include <fstream>
 #include <optional>
 #include <sstream>
 #include <type_traits>
 
 #include <toml++/toml.h>
 
+#include "cli/names.h"
 #include "io/file.h"
 
 namespace lockstep {
@@ -19,7 +18,9 @@ namespace {
 constexpr double kMaxInteger = 9007199254740992.0;  // 2^53: every integer below is a double, so ranges may be doubles
 constexpr double kMaxReal = 1e30;
 
+// clang-format off
 #define FIELD(member) [](RunConfig& c) -> auto& { return c.member; }
+// clang-format on
 
 template <auto Get>
 constexpr Choice choice(std::span<const std::string_view> words) {
@@ -34,109 +35,163 @@ constexpr Choice choice(std::span<const std::string_view> words) {
 constexpr std::string_view kNumericsWords[] = {"f32", "bf16"};
 constexpr std::string_view kRewardWords[] = {"math", "exact"};
 constexpr std::string_view kAdvantageWords[] = {"grpo", "dr_grpo", "rloo", "batch_std", "reinforce_pp", "reinforce_pp_baseline"};
-constexpr std::string_view kAggregationWords[] = {"token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum"};
+constexpr std::string_view kAggregationWords[] = {"token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
+                                                  "seq_mean_token_sum_norm", "token_sum"};
 constexpr std::string_view kKlWords[] = {"none", "k1", "k2", "k3"};
 constexpr std::string_view kScheduleWords[] = {"constant", "cosine"};
 
 const std::vector<Setting>& rows() {
   static const std::vector<Setting> table = {
       {"run.dir", +FIELD(run.dir), "path", "", 0, 0,
-       "Where everything the run produces goes: resolved config, metrics, rollouts, checkpoints. Made if missing; a directory that holds a run is "
-       "refused without --resume."},
-      {"run.seed", +FIELD(run.seed), "", "0", 0, kMaxInteger, "Seeds initial weights, prompt order and sampling. Same config, same seed: same bits."},
-      {"run.threads", +FIELD(run.threads), "threads", "0", 0, 1024, "CPU threads; 0 means one a core. Results do not depend on it."},
-      {"run.steps", +FIELD(run.steps), "steps", "100", 0, kMaxInteger, "Rollouts (each with its optimizer steps) until the run ends."},
+       "Where everything the run produces goes: resolved config, metrics, rollouts, checkpoints. Made if missing; a directory "
+       "that holds a run is refused without --resume."},
+      {"run.seed", +FIELD(run.seed), "", "0", 0, kMaxInteger,
+       "Seeds initial weights, prompt order and sampling. Same config, same seed: same bits."},
+      {"run.threads", +FIELD(run.threads), "threads", "0", 0, 1024,
+       "CPU threads; 0 means one a core. Results do not depend on it."},
+      {"run.steps", +FIELD(run.steps), "steps", "100", 0, kMaxInteger,
+       "Rollouts (each with its optimizer steps) until the run ends."},
       {"run.checkpoint_every", +FIELD(run.checkpoint_every), "steps", "50", 0, kMaxInteger,
        "Steps between checkpoints; 0 keeps only the one written at the end. Lower it when losing work costs more than the disk."},
-      {"run.keep_checkpoints", +FIELD(run.keep_checkpoints), "", "2", 1, kMaxInteger, "Newest checkpoints that are kept; older ones are deleted."},
+      {"run.keep_checkpoints", +FIELD(run.keep_checkpoints), "", "2", 1, kMaxInteger,
+       "Newest checkpoints that are kept; older ones are deleted."},
       {"run.eval_every", +FIELD(run.eval_every), "steps", "0", 0, kMaxInteger,
        "Steps between evaluations on task.eval_file, step 0 included; 0 evaluates never. Needs task.eval_file."},
-      {"run.save_rollouts", +FIELD(run.save_rollouts), "", "true", 0, 0, "Write every sample of every step, with tokens and log-probs, into the run directory."},
+      {"run.save_rollouts", +FIELD(run.save_rollouts), "", "true", 0, 0,
+       "Write every sample of every step, with tokens and log-probs, into the run directory."},
 
-      {"model.config", +FIELD(model.config), "path", "", 0, 0, "The model's config.json. May be empty when model.init is a checkpoint directory that holds one."},
-      {"model.init", +FIELD(model.init), "path", "random", 0, 0, "Initial weights: the word random, or a checkpoint directory or safetensors file."},
+      {"model.config", +FIELD(model.config), "path", "", 0, 0,
+       "The model's config.json. May be empty when model.init is a checkpoint directory that holds one."},
+      {"model.init", +FIELD(model.init), "path", "random", 0, 0,
+       "Initial weights: the word random, or a checkpoint directory or safetensors file."},
       {"model.tokenizer", +FIELD(model.tokenizer), "path", "", 0, 0,
-       "tokenizer.json; the word bytes for the byte-level tokenizer; empty to take the one beside the checkpoint, or bytes if there is none."},
+       "A tokenizer_lockstep.json or its directory; the word bytes for one id a byte; empty to take the one beside the checkpoint "
+       "or config.json, or bytes if there is none."},
       {"model.numerics", choice<FIELD(model.numerics)>(kNumericsWords), "", "bf16", 0, 0,
        "Storage of weights and activations in sampler and trainer alike; sums are f32 in both. f32 is slower and for tests."},
 
-      {"task.train_file", +FIELD(task.train_file), "path", "", 0, 0, "JSON lines with prompt (or messages, text) and label: what is trained on."},
-      {"task.eval_file", +FIELD(task.eval_file), "path", "", 0, 0, "The same form: what evaluations ask. Keep it apart from the training file."},
+      {"task.train_file", +FIELD(task.train_file), "path", "", 0, 0,
+       "JSON lines with prompt (or text) and label: what is trained on."},
+      {"task.eval_file", +FIELD(task.eval_file), "path", "", 0, 0,
+       "The same form: what evaluations ask. Keep it apart from the training file."},
       {"task.reward", choice<FIELD(task.reward)>(kRewardWords), "", "math", 0, 0,
-       "How a response is judged against its label: math takes the last boxed answer and compares values, exact compares the trimmed text."},
-      {"task.max_prompt_tokens", +FIELD(task.max_prompt_tokens), "tokens", "256", 1, kMaxInteger, "Longer prompts are dropped and counted."},
-      {"task.max_bad_rows", +FIELD(task.max_bad_rows), "fraction", "0", 0, 1, "Share of unreadable data rows that is tolerated; more stop the run at once."},
+       "How a response is judged against its label: math takes the last boxed answer and compares values, exact compares the "
+       "trimmed text."},
+      {"task.max_prompt_tokens", +FIELD(task.max_prompt_tokens), "tokens", "256", 1, kMaxInteger,
+       "Longer prompts are dropped and counted."},
+      {"task.max_bad_rows", +FIELD(task.max_bad_rows), "fraction", "0", 0, 1,
+       "Share of unreadable data rows that is tolerated; more stop the run at once."},
 
-      {"rollout.prompts_per_step", +FIELD(rollout.prompts_per_step), "prompts", "16", 1, kMaxInteger, "Prompts (groups) of one step."},
+      {"rollout.prompts_per_step", +FIELD(rollout.prompts_per_step), "prompts", "16", 1, kMaxInteger,
+       "Prompts (groups) of one step."},
       {"rollout.samples_per_prompt", +FIELD(rollout.samples_per_prompt), "samples", "8", 1, 65536,
        "Samples of each prompt: the group that advantages compare. More give a steadier baseline and cost in proportion."},
-      {"rollout.temperature", +FIELD(rollout.temperature), "", "1.0", 0, 100, "Divides the logits, in sampling and in training alike. Below 1 explores less."},
+      {"rollout.temperature", +FIELD(rollout.temperature), "", "1.0", 0, 100,
+       "Divides the logits, in sampling and in training alike. Below 1 explores less."},
       {"rollout.top_k", +FIELD(rollout.top_k), "tokens", "0", 0, kMaxInteger,
-       "Keep the k likeliest tokens; 0 is off. Only off is accepted in training, where log-probs of a truncated distribution cannot be trained on."},
-      {"rollout.top_p", +FIELD(rollout.top_p), "probability", "1.0", 1e-6, 1, "Keep the likeliest tokens of this mass; 1 is off. Only off is accepted in training."},
+       "Keep the k likeliest tokens; 0 is off. Only off is accepted in training, where log-probs of a truncated distribution "
+       "cannot be trained on."},
+      {"rollout.top_p", +FIELD(rollout.top_p), "probability", "1.0", 1e-6, 1,
+       "Keep the likeliest tokens of this mass; 1 is off. Only off is accepted in training."},
       {"rollout.min_p", +FIELD(rollout.min_p), "probability", "0.0", 0, 1,
        "Keep tokens at least this share of the likeliest one's probability; 0 is off. Only off is accepted in training."},
-      {"rollout.max_new_tokens", +FIELD(rollout.max_new_tokens), "tokens", "64", 1, kMaxInteger, "Longest response; longer ones end as truncated."},
-      {"rollout.max_running", +FIELD(rollout.max_running), "samples", "64", 1, kMaxInteger, "Samples decoding at once. More is faster until memory or cores are full."},
-      {"rollout.max_batch_tokens", +FIELD(rollout.max_batch_tokens), "tokens", "1024", 1, kMaxInteger, "Rows of one forward, prompt chunks included. Raise for long prompts."},
+      {"rollout.max_new_tokens", +FIELD(rollout.max_new_tokens), "tokens", "64", 1, kMaxInteger,
+       "Longest response; longer ones end as truncated."},
+      {"rollout.max_running", +FIELD(rollout.max_running), "samples", "64", 1, kMaxInteger,
+       "Samples decoding at once. More is faster until memory or cores are full."},
+      {"rollout.max_batch_tokens", +FIELD(rollout.max_batch_tokens), "tokens", "1024", 1, kMaxInteger,
+       "Rows of one forward, prompt chunks included. Raise for long prompts."},
 
       {"train.advantage", choice<FIELD(train.advantage)>(kAdvantageWords), "", "grpo", 0, 0,
-       "Rewards to advantages: grpo divides the group's deviation by its spread, dr_grpo does not, rloo leaves the sample out of its baseline, batch_std divides by the spread of the batch, "
+       "Rewards to advantages: grpo divides the group's deviation by its spread, dr_grpo does not, rloo leaves the sample out of "
+       "its baseline, batch_std divides by the spread of the batch, "
        "reinforce_pp whitens over the batch, reinforce_pp_baseline does so after subtracting the group mean."},
       {"train.aggregation", choice<FIELD(train.loss.aggregation)>(kAggregationWords), "", "token_mean", 0, 0,
-       "How token losses become one number: over all tokens, or first within each response. dr_grpo goes with seq_mean_token_sum_norm."},
-      {"train.norm_length", +FIELD(train.loss.norm_length), "tokens", "0.0", 0, kMaxReal, "The constant length of seq_mean_token_sum_norm, usually rollout.max_new_tokens."},
-      {"train.count_empty_sequences", +FIELD(train.loss.count_empty_sequences), "", "true", 0, 0, "Fully masked samples count in the number of sequences."},
+       "How token losses become one number: over all tokens, or first within each response. dr_grpo goes with "
+       "seq_mean_token_sum_norm."},
+      {"train.norm_length", +FIELD(train.loss.norm_length), "tokens", "0.0", 0, kMaxReal,
+       "The constant length of seq_mean_token_sum_norm, usually rollout.max_new_tokens."},
+      {"train.count_empty_sequences", +FIELD(train.loss.count_empty_sequences), "", "true", 0, 0,
+       "Fully masked samples count in the number of sequences."},
       {"train.clip_low", +FIELD(train.loss.clip_low), "", "0.2", 0, 1, "The policy ratio is clipped below at 1 - this."},
-      {"train.clip_high", +FIELD(train.loss.clip_high), "", "0.28", 0, kMaxReal, "The policy ratio is clipped above at 1 + this."},
-      {"train.dual_clip", +FIELD(train.loss.dual_clip), "", "0.0", 0, kMaxReal, "Bounds the loss of tokens with negative advantage at this times the advantage; above 1, or 0 for off."},
-      {"train.kl", choice<FIELD(train.loss.kl)>(kKlWords), "", "none", 0, 0, "Estimator of the KL divergence from the initial weights, added to the loss. Costs one more forward a step."},
+      {"train.clip_high", +FIELD(train.loss.clip_high), "", "0.28", 0, kMaxReal,
+       "The policy ratio is clipped above at 1 + this."},
+      {"train.dual_clip", +FIELD(train.loss.dual_clip), "", "0.0", 0, kMaxReal,
+       "Bounds the loss of tokens with negative advantage at this times the advantage; above 1, or 0 for off."},
+      {"train.kl", choice<FIELD(train.loss.kl)>(kKlWords), "", "none", 0, 0,
+       "Estimator of the KL divergence from the initial weights, added to the loss. Costs one more forward a step."},
       {"train.kl_coef", +FIELD(train.loss.kl_coef), "", "0.0", 0, kMaxReal, "Its weight."},
-      {"train.entropy_coef", +FIELD(train.loss.entropy_coef), "", "0.0", -kMaxReal, kMaxReal, "Weight of the entropy bonus. Raise when the policy collapses early."},
+      {"train.entropy_coef", +FIELD(train.loss.entropy_coef), "", "0.0", -kMaxReal, kMaxReal,
+       "Weight of the entropy bonus. Raise when the policy collapses early."},
       {"train.mask_truncated", +FIELD(train.mask_truncated), "", "false", 0, 0,
-       "Truncated responses count in their group's statistics but are not trained on. Use when the length limit cuts good reasoning."},
+       "Truncated responses count in their group's statistics but are not trained on. Use when the length limit cuts good "
+       "reasoning."},
       {"train.overlong_buffer", +FIELD(train.overlong_buffer), "tokens", "0", 0, kMaxInteger,
-       "Responses that end in the last so many tokens before rollout.max_new_tokens lose reward, in a line down to overlong_factor; 0 is off."},
-      {"train.overlong_factor", +FIELD(train.overlong_factor), "", "1.0", 0, kMaxReal, "What a response of the full length loses."},
-      {"train.steps_per_rollout", +FIELD(train.steps_per_rollout), "steps", "1", 1, kMaxInteger, "Optimizer steps on each rollout, each on an equal share of its samples."},
-      {"train.microbatch_tokens", +FIELD(train.microbatch_tokens), "tokens", "4096", 1, kMaxInteger, "Tokens of one forward and backward; bounds activation memory. Gradients do not depend on it beyond rounding."},
-      {"train.recompute", +FIELD(train.recompute), "", "false", 0, 0, "Keep only each layer's input and run layers again in backward: less memory, about a third more time."},
+       "Responses that end in the last so many tokens before rollout.max_new_tokens lose reward, in a line down to "
+       "overlong_factor; 0 is off."},
+      {"train.overlong_factor", +FIELD(train.overlong_factor), "", "1.0", 0, kMaxReal,
+       "What a response of the full length loses."},
+      {"train.steps_per_rollout", +FIELD(train.steps_per_rollout), "steps", "1", 1, kMaxInteger,
+       "Optimizer steps on each rollout, each on an equal share of its samples."},
+      {"train.microbatch_tokens", +FIELD(train.microbatch_tokens), "tokens", "4096", 1, kMaxInteger,
+       "Tokens of one forward and backward; bounds activation memory. Gradients do not depend on it beyond rounding."},
+      {"train.recompute", +FIELD(train.recompute), "", "false", 0, 0,
+       "Keep only each layer's input and run layers again in backward: less memory, about a third more time."},
 
-      {"optimizer.lr", +FIELD(optimizer.lr), "", "0.001", 0, 100, "Learning rate after warm-up. 1e-3 suits tiny models trained from scratch; fine-tuning a large one wants 1e-6."},
+      {"optimizer.lr", +FIELD(optimizer.lr), "", "0.001", 0, 100,
+       "Learning rate after warm-up. 1e-3 suits tiny models trained from scratch; fine-tuning a large one wants 1e-6."},
       {"optimizer.beta1", +FIELD(optimizer.beta1), "", "0.9", 0, 0.999999, "Decay of the first moment."},
       {"optimizer.beta2", +FIELD(optimizer.beta2), "", "0.98", 0, 0.999999, "Decay of the second moment."},
       {"optimizer.eps", +FIELD(optimizer.eps), "", "1e-08", 1e-30, 1, "Added to the root of the second moment."},
-      {"optimizer.weight_decay", +FIELD(optimizer.weight_decay), "", "0.0", 0, 1, "Decoupled decay of matrices; gains, biases and sinks are never decayed."},
+      {"optimizer.weight_decay", +FIELD(optimizer.weight_decay), "", "0.0", 0, 1,
+       "Decoupled decay of matrices; gains, biases and sinks are never decayed."},
       {"optimizer.clip_norm", +FIELD(optimizer.clip_norm), "", "1.0", 0, kMaxReal, "Largest global gradient norm; 0 is off."},
-      {"optimizer.schedule", choice<FIELD(optimizer.schedule)>(kScheduleWords), "", "constant", 0, 0, "Learning rate after warm-up."},
-      {"optimizer.warmup_steps", +FIELD(optimizer.warmup_steps), "steps", "0", 0, kMaxInteger, "Optimizer steps of linear warm-up."},
-      {"optimizer.total_steps", +FIELD(optimizer.total_steps), "steps", "0", 0, kMaxInteger, "End of the cosine; 0 means the run's last optimizer step."},
-      {"optimizer.min_lr_ratio", +FIELD(optimizer.min_lr_ratio), "fraction", "0.0", 0, 1, "Learning rate at the cosine's end, as a share of optimizer.lr."},
-      {"optimizer.max_skipped", +FIELD(optimizer.max_skipped), "steps", "5", 1, kMaxInteger, "Steps in a row with a gradient that is not finite before the run stops."},
-      {"optimizer.freeze_router", +FIELD(optimizer.freeze_router), "", "true", 0, 0, "Do not train the experts' router. Turn off when training from random weights."},
-      {"optimizer.freeze_indexer", +FIELD(optimizer.freeze_indexer), "", "true", 0, 0, "Do not step the indexer, which the loss does not reach."},
+      {"optimizer.schedule", choice<FIELD(optimizer.schedule)>(kScheduleWords), "", "constant", 0, 0,
+       "Learning rate after warm-up."},
+      {"optimizer.warmup_steps", +FIELD(optimizer.warmup_steps), "steps", "0", 0, kMaxInteger,
+       "Optimizer steps of linear warm-up."},
+      {"optimizer.total_steps", +FIELD(optimizer.total_steps), "steps", "0", 0, kMaxInteger,
+       "End of the cosine; 0 means the run's last optimizer step."},
+      {"optimizer.min_lr_ratio", +FIELD(optimizer.min_lr_ratio), "fraction", "0.0", 0, 1,
+       "Learning rate at the cosine's end, as a share of optimizer.lr."},
+      {"optimizer.max_skipped", +FIELD(optimizer.max_skipped), "steps", "5", 1, kMaxInteger,
+       "Steps in a row with a gradient that is not finite before the run stops."},
+      {"optimizer.freeze_router", +FIELD(optimizer.freeze_router), "", "true", 0, 0,
+       "Do not train the experts' router. Turn off when training from random weights."},
+      {"optimizer.freeze_indexer", +FIELD(optimizer.freeze_indexer), "", "true", 0, 0,
+       "Do not step the indexer, which the loss does not reach."},
 
-      {"sft.file", +FIELD(sft.file), "path", "", 0, 0, "JSON lines with prompt and completion; the completion and the end token are trained."},
+      {"sft.file", +FIELD(sft.file), "path", "", 0, 0,
+       "JSON lines with prompt and completion; the completion and the end token are trained."},
       {"sft.steps", +FIELD(sft.steps), "steps", "200", 0, kMaxInteger, "Optimizer steps."},
       {"sft.batch_size", +FIELD(sft.batch_size), "samples", "32", 1, kMaxInteger, "Samples of one step."},
       {"sft.lr", +FIELD(sft.lr), "", "0.001", 0, 100, "Learning rate; the other optimizer settings are shared with train."},
-      {"sft.schedule", choice<FIELD(sft.schedule)>(kScheduleWords), "", "cosine", 0, 0, "Learning rate after warm-up; the cosine ends at the last step."},
+      {"sft.schedule", choice<FIELD(sft.schedule)>(kScheduleWords), "", "cosine", 0, 0,
+       "Learning rate after warm-up; the cosine ends at the last step."},
       {"sft.warmup_steps", +FIELD(sft.warmup_steps), "steps", "20", 0, kMaxInteger, "Optimizer steps of linear warm-up."},
 
-      {"eval.samples", +FIELD(eval.samples), "samples", "8", 1, 65536, "Samples of each problem; pass@k is given for the powers of two up to it."},
-      {"eval.problems", +FIELD(eval.problems), "problems", "0", 0, kMaxInteger, "Ask only the first so many problems; 0 asks all."},
+      {"eval.samples", +FIELD(eval.samples), "samples", "8", 1, 65536,
+       "Samples of each problem; pass@k is given for the powers of two up to it."},
+      {"eval.problems", +FIELD(eval.problems), "problems", "0", 0, kMaxInteger,
+       "Ask only the first so many problems; 0 asks all."},
       {"eval.temperature", +FIELD(eval.temperature), "", "1.0", 0, 100, "Divides the logits; 0 is greedy."},
       {"eval.top_k", +FIELD(eval.top_k), "tokens", "0", 0, kMaxInteger, "Keep the k likeliest tokens; 0 is off."},
       {"eval.top_p", +FIELD(eval.top_p), "probability", "1.0", 1e-6, 1, "Keep the likeliest tokens of this mass; 1 is off."},
       {"eval.max_new_tokens", +FIELD(eval.max_new_tokens), "tokens", "64", 1, kMaxInteger, "Longest response."},
-      {"eval.seed", +FIELD(eval.seed), "", "0", 0, kMaxInteger, "Keys the draws of evaluations: the same weights asked again answer the same."},
+      {"eval.seed", +FIELD(eval.seed), "", "0", 0, kMaxInteger,
+       "Keys the draws of evaluations: the same weights asked again answer the same."},
 
-      {"demo.train_problems", +FIELD(demo.train_problems), "problems", "4000", 1, kMaxInteger, "Problems that reinforcement learning asks; only `lockstep demo` reads this section."},
-      {"demo.eval_problems", +FIELD(demo.eval_problems), "problems", "100", 1, kMaxInteger, "Held-out problems of the evaluations before and after."},
-      {"demo.sft_examples", +FIELD(demo.sft_examples), "examples", "4000", 1, kMaxInteger, "Worked examples of the supervised warm start."},
-      {"demo.difficulty_min", +FIELD(demo.difficulty_min), "", "1", 1, kMaxDifficulty, "Easiest problems: 1 is mostly one digit."},
+      {"demo.train_problems", +FIELD(demo.train_problems), "problems", "4000", 1, kMaxInteger,
+       "Problems that reinforcement learning asks; only `lockstep demo` reads this section."},
+      {"demo.eval_problems", +FIELD(demo.eval_problems), "problems", "100", 1, kMaxInteger,
+       "Held-out problems of the evaluations before and after."},
+      {"demo.sft_examples", +FIELD(demo.sft_examples), "examples", "4000", 1, kMaxInteger,
+       "Worked examples of the supervised warm start."},
+      {"demo.difficulty_min", +FIELD(demo.difficulty_min), "", "1", 1, kMaxDifficulty,
+       "Easiest problems: 1 is mostly one digit."},
       {"demo.difficulty_max", +FIELD(demo.difficulty_max), "", "1", 1, kMaxDifficulty, "Hardest problems: 3 is three digits."},
-      {"demo.families", +FIELD(demo.families), "", "", 0, 0, "Kinds of problems, separated by commas (add,gcd); empty means all."},
+      {"demo.families", +FIELD(demo.families), "", "", 0, 0,
+       "Kinds of problems, separated by commas (add,gcd); empty means all."},
   };
   return table;
 }
@@ -251,7 +306,8 @@ Status assign(const Setting& s, RunConfig& config, const Value& v) {
       const auto at = word == nullptr ? c.words.end() : std::find(c.words.begin(), c.words.end(), *word);
       if (at == c.words.end()) {
         const std::string near = word == nullptr ? "" : nearest_name(*word, c.words);
-        return errorf("{} is {}, expected {}{}", s.name, describe(v), join_words(c.words), near.empty() ? "" : "; did you mean " + near + "?");
+        return errorf("{} is {}, expected {}{}", s.name, describe(v), join_words(c.words),
+                      near.empty() ? "" : "; did you mean " + near + "?");
       }
       c.set(config, static_cast<int>(at - c.words.begin()));
       return Status::ok();
@@ -273,7 +329,8 @@ Value value_from_text(const Setting& s, std::string_view text) {
   if (std::holds_alternative<bool& (*)(RunConfig&)>(s.field)) {
     if (text == "true") return true;
     if (text == "false") return false;
-  } else if (std::holds_alternative<int64_t& (*)(RunConfig&)>(s.field) || std::holds_alternative<float& (*)(RunConfig&)>(s.field)) {
+  } else if (std::holds_alternative<int64_t& (*)(RunConfig&)>(s.field) ||
+             std::holds_alternative<float& (*)(RunConfig&)>(s.field)) {
     if (const auto i = parse_number<int64_t>(text)) return *i;
     if (const auto d = parse_number<double>(text)) return *d;
   }
@@ -433,13 +490,15 @@ Status require_text(const ResolvedConfig& config, std::string_view name, const s
 Status check_config(const ResolvedConfig& config) {
   const RunConfig& c = config.values;
   if (c.model.config.empty() && c.model.init == "random") {
-    return setting_error(config, "model.config", "random weights need a config.json, or name a checkpoint directory in model.init");
+    return setting_error(config, "model.config",
+                         "random weights need a config.json, or name a checkpoint directory in model.init");
   }
   if (c.train.loss.dual_clip != 0 && c.train.loss.dual_clip <= 1) {
     return setting_error(config, "train.dual_clip", "it must be above 1, or 0 for off");
   }
   if (c.train.loss.aggregation == Aggregation::seq_mean_token_sum_norm && c.train.loss.norm_length <= 0) {
-    return setting_error(config, "train.norm_length", "seq_mean_token_sum_norm needs a length above 0, usually rollout.max_new_tokens");
+    return setting_error(config, "train.norm_length",
+                         "seq_mean_token_sum_norm needs a length above 0, usually rollout.max_new_tokens");
   }
   if (c.train.loss.kl == KlKind::none && c.train.loss.kl_coef != 0) {
     return setting_error(config, "train.kl_coef", "choose an estimator in train.kl, or leave the weight 0");
@@ -454,16 +513,20 @@ Status check_train_config(const ResolvedConfig& config) {
   if (c.run.eval_every > 0) {
     LOCKSTEP_RETURN_IF_ERROR(require_text(config, "task.eval_file", c.task.eval_file, "run.eval_every asks for evaluations"));
   }
-  constexpr std::string_view kTruncates = "training rollouts may not truncate the distribution, because the trainer cannot recompute what was kept; switch it off";
+  constexpr std::string_view kTruncates =
+      "training rollouts may not truncate the distribution, because the trainer cannot recompute what was kept; switch it off";
   if (c.rollout.top_k != 0) return setting_error(config, "rollout.top_k", kTruncates);
   if (c.rollout.top_p != 1) return setting_error(config, "rollout.top_p", kTruncates);
   if (c.rollout.min_p != 0) return setting_error(config, "rollout.min_p", kTruncates);
-  if (c.rollout.temperature <= 0) return setting_error(config, "rollout.temperature", "greedy samples have no distribution to train; use a number above 0");
+  if (c.rollout.temperature <= 0)
+    return setting_error(config, "rollout.temperature", "greedy samples have no distribution to train; use a number above 0");
   if (c.rollout.samples_per_prompt < 2 && c.train.advantage != AdvantageKind::reinforce_pp) {
-    return setting_error(config, "rollout.samples_per_prompt", "this advantage compares the samples of a group and needs at least 2");
+    return setting_error(config, "rollout.samples_per_prompt",
+                         "this advantage compares the samples of a group and needs at least 2");
   }
   if (c.train.overlong_buffer > c.rollout.max_new_tokens) {
-    return setting_error(config, "train.overlong_buffer", fmt::format("it must fit into rollout.max_new_tokens = {}", c.rollout.max_new_tokens));
+    return setting_error(config, "train.overlong_buffer",
+                         fmt::format("it must fit into rollout.max_new_tokens = {}", c.rollout.max_new_tokens));
   }
   const int64_t samples = c.rollout.prompts_per_step * c.rollout.samples_per_prompt;
   if (samples % c.train.steps_per_rollout != 0) {
@@ -494,12 +557,14 @@ std::string config_toml(const RunConfig& config) {
   return out;
 }
 
-std::string config_table(const RunConfig& config) {
+std::string config_table(const RunConfig& config, std::span<const std::string_view> sections) {
   const RunConfig defaults = default_config().values;
   std::string out;
   for (const Setting& s : rows()) {
+    if (!sections.empty() && std::find(sections.begin(), sections.end(), section_of(s.name)) == sections.end()) continue;
     const std::string value = value_text(s, config);
-    out += fmt::format("{} {} {} {}\n", value == value_text(s, defaults) ? ' ' : '*', pad(std::string(s.name), 29), pad(value, 24), s.unit);
+    out += fmt::format("{} {} {} {}\n", value == value_text(s, defaults) ? ' ' : '*', pad(std::string(s.name), 29),
+                       pad(value, 24), s.unit);
   }
   return out + "* differs from the default\n";
 }
@@ -520,29 +585,6 @@ std::string settings_help() {
     out += fmt::format("  {}  ({})\n{}{}\n", s.name, facts, std::string(kIndent, ' '), wrap(s.help, kIndent, kWidth));
   }
   return out;
-}
-
-std::string nearest_name(std::string_view name, std::span<const std::string_view> known) {
-  std::string best;
-  size_t best_distance = std::max<size_t>(2, name.size() / 4) + 1;
-  for (const std::string_view candidate : known) {
-    std::vector<size_t> row(candidate.size() + 1);
-    for (size_t j = 0; j < row.size(); ++j) row[j] = j;
-    for (size_t i = 1; i <= name.size(); ++i) {
-      size_t diagonal = row[0];
-      row[0] = i;
-      for (size_t j = 1; j <= candidate.size(); ++j) {
-        const size_t substituted = diagonal + (name[i - 1] == candidate[j - 1] ? 0 : 1);
-        diagonal = row[j];
-        row[j] = std::min({row[j] + 1, row[j - 1] + 1, substituted});
-      }
-    }
-    if (row.back() < best_distance) {
-      best_distance = row.back();
-      best = candidate;
-    }
-  }
-  return best;
 }
 
 }  // namespace lockstep

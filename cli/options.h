@@ -49,10 +49,11 @@ struct Choice {
   int (*get)(const RunConfig&);
   void (*set)(RunConfig&, int);
 };
-using SettingField = std::variant<bool& (*)(RunConfig&), int64_t& (*)(RunConfig&), float& (*)(RunConfig&), std::string& (*)(RunConfig&), Choice>;
+using SettingField =
+    std::variant<bool& (*)(RunConfig&), int64_t& (*)(RunConfig&), float& (*)(RunConfig&), std::string& (*)(RunConfig&), Choice>;
 
 struct Setting {
-  std::string_view name;           // section.key
+  std::string_view name;  // section.key
   SettingField field;
   std::string_view unit;           // "" when a plain number or a word
   std::string_view default_value;  // as --set takes it
@@ -84,12 +85,9 @@ Status check_eval_config(const ResolvedConfig& config);
 
 // TOML with every setting, which read_config reads back to the same values.
 std::string config_toml(const RunConfig& config);
-// The table printed at start: settings that differ from their defaults are marked.
-std::string config_table(const RunConfig& config);
+// The table printed at start: settings of the sections given (none: of all), those that differ from their defaults marked.
+std::string config_table(const RunConfig& config, std::span<const std::string_view> sections);
 // The table of `lockstep settings`, grouped by section.
 std::string settings_help();
-
-// The known name that is nearest by edit distance, or "" when none is near.
-std::string nearest_name(std::string_view name, std::span<const std::string_view> known);
 
 }  // namespace lockstep

@@ -6,6 +6,8 @@
 
 #include <set>
 
+#include "cli/names.h"
+
 namespace lockstep {
 namespace {
 
@@ -17,10 +19,13 @@ std::string read_error(const std::string& text) {
 TEST(Options, UnknownKeyNamesTheLineAndTheNearestKey) {
   EXPECT_EQ(read_error("# a run\n\n[rollout]\nmax_new_tokens = 8\ntemprature = 1.0\n"),
             "run.toml:5: rollout.temprature is not a known key; did you mean rollout.temperature?");
-  EXPECT_EQ(read_error("[rolout]\ntemperature = 1.0\n"), "run.toml:2: rolout.temperature is not a known key; did you mean rollout.temperature?");
-  EXPECT_EQ(read_error("[run]\nzzzzzzzzzzzzzz = 1\n"), "run.toml:2: run.zzzzzzzzzzzzzz is not a known key; `lockstep settings` lists them all");
+  EXPECT_EQ(read_error("[rolout]\ntemperature = 1.0\n"),
+            "run.toml:2: rolout.temperature is not a known key; did you mean rollout.temperature?");
+  EXPECT_EQ(read_error("[run]\nzzzzzzzzzzzzzz = 1\n"),
+            "run.toml:2: run.zzzzzzzzzzzzzz is not a known key; `lockstep settings` lists them all");
   EXPECT_EQ(read_error("seed = 1\n"), "run.toml:1: seed is not a known key; `lockstep settings` lists them all");
-  EXPECT_EQ(read_error("[optimizer]\nlr.base = 1.0\n"), "run.toml:2: optimizer.lr is a table, list or date, expected a single value");
+  EXPECT_EQ(read_error("[optimizer]\nlr.base = 1.0\n"),
+            "run.toml:2: optimizer.lr is a table, list or date, expected a single value");
 }
 
 TEST(Options, WrongTypesAndRanges) {
@@ -32,7 +37,8 @@ TEST(Options, WrongTypesAndRanges) {
   EXPECT_EQ(read_error("[rollout]\ntop_p = 1.5\n"), "run.toml:2: rollout.top_p is 1.5, expected 1e-06 .. 1");
   EXPECT_EQ(read_error("[rollout]\ntop_p = nan\n"), "run.toml:2: rollout.top_p is nan, expected 1e-06 .. 1");
   EXPECT_EQ(read_error("[rollout]\ntop_p = true\n"), "run.toml:2: rollout.top_p is true, expected a number");
-  EXPECT_EQ(read_error("[train]\nkl = \"k33\"\n"), "run.toml:2: train.kl is \"k33\", expected none | k1 | k2 | k3; did you mean k3?");
+  EXPECT_EQ(read_error("[train]\nkl = \"k33\"\n"),
+            "run.toml:2: train.kl is \"k33\", expected none | k1 | k2 | k3; did you mean k3?");
   EXPECT_EQ(read_error("[train]\nkl = 3\n"), "run.toml:2: train.kl is 3, expected none | k1 | k2 | k3");
 }
 
@@ -62,7 +68,8 @@ TEST(Options, Overrides) {
   EXPECT_FALSE(config.values.run.save_rollouts);
   EXPECT_EQ(config.where("optimizer.lr"), "--set optimizer.lr");
   EXPECT_EQ(apply_override(config, "optimizer.lr").message(), "--set optimizer.lr: expected section.key=value");
-  EXPECT_EQ(apply_override(config, "optimiser.lr=1").message(), "--set optimiser.lr=1: optimiser.lr is not a known key; did you mean optimizer.lr?");
+  EXPECT_EQ(apply_override(config, "optimiser.lr=1").message(),
+            "--set optimiser.lr=1: optimiser.lr is not a known key; did you mean optimizer.lr?");
   EXPECT_EQ(apply_override(config, "run.steps=12x").message(), "--set run.steps=12x: run.steps is \"12x\", expected an integer");
   EXPECT_EQ(apply_override(config, "run.steps=99999999999999999999").message(),
             "--set run.steps=99999999999999999999: run.steps is 1e+20, expected an integer");
@@ -83,7 +90,8 @@ TEST(Options, ResolvedConfigReadsBackTheSame) {
     } else if (std::holds_alternative<int64_t& (*)(RunConfig&)>(s.field)) {
       value = std::to_string(std::min(n++, static_cast<int64_t>(s.max)));
     } else {
-      value = fmt::format("{}", std::max(static_cast<float>(s.min), std::min(0.1f / static_cast<float>(n++), static_cast<float>(s.max))));
+      value = fmt::format(
+          "{}", std::max(static_cast<float>(s.min), std::min(0.1f / static_cast<float>(n++), static_cast<float>(s.max))));
     }
     ASSERT_TRUE(apply_override(config, fmt::format("{}={}", s.name, value)).is_ok()) << s.name << " " << value;
   }
@@ -101,7 +109,7 @@ TEST(Options, ResolvedConfigReadsBackTheSame) {
 
 TEST(Options, RowsAreDistinctAndListed) {
   std::set<std::string_view> names;
-  const std::string help = settings_help(), table = config_table(default_config().values);
+  const std::string help = settings_help(), table = config_table(default_config().values, {});
   for (const Setting& s : settings()) {
     EXPECT_TRUE(names.insert(s.name).second) << s.name;
     EXPECT_FALSE(s.help.empty()) << s.name;
@@ -127,7 +135,8 @@ TEST(Options, TruncatingFiltersAreRefusedInTraining) {
   }
   ResolvedConfig config = trainable();
   ASSERT_TRUE(read_config(config, "\n[rollout]\ntop_p = 0.9\n", "run.toml").is_ok());
-  EXPECT_TRUE(check_train_config(config).message().starts_with("run.toml:3: rollout.top_p is 0.9; training rollouts may not truncate"))
+  EXPECT_TRUE(
+      check_train_config(config).message().starts_with("run.toml:3: rollout.top_p is 0.9; training rollouts may not truncate"))
       << check_train_config(config).message();
 }
 

@@ -144,21 +144,22 @@ Status AtomicFile::write(std::string_view bytes) {
   return Status::ok();
 }
 
-Status AtomicFile::commit() {
+Status AtomicFile::commit(Durability durability) {
   if (!failure_) return failure_;
   CHECK(fd_.is_open(), "{} was committed twice", path_);
   LOCKSTEP_RETURN_IF_ERROR(flush());
-  if (::fsync(fd_.get()) != 0) return fail(errno_status("cannot sync", path_, errno));
+  const bool sync = durability == Durability::now;
+  if (sync && ::fsync(fd_.get()) != 0) return fail(errno_status("cannot sync", path_, errno));
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) return fail(errno_status("cannot replace", path_, errno));
   fd_.reset();
-  return sync_directory(parent_directory(path_));
+  return sync ? sync_directory(parent_directory(path_)) : Status::ok();
 }
 
-Status atomic_write(const std::string& path, std::string_view contents) {
+Status atomic_write(const std::string& path, std::string_view contents, Durability durability) {
   Result<AtomicFile> file = AtomicFile::create(path);
   if (!file) return file.status();
   LOCKSTEP_RETURN_IF_ERROR(file.value().write(contents));
-  return file.value().commit();
+  return file.value().commit(durability);
 }
 
 bool is_temporary_name(std::string_view name) {

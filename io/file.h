@@ -64,6 +64,10 @@ class MappedFile {
   size_t size_ = 0;
 };
 
+// When a replaced file is safe against a power cut: as soon as commit() has returned, or (faster by the wait for the disk)
+// whenever the system gets to it or sync_file() and sync_directory() are called. A crash of this process harms neither.
+enum class Durability { now, later };
+
 // Writes a file that appears whole or not at all. Bytes go to "PATH.tmp-PID-N" in the same directory; commit() syncs it,
 // renames it over `path` and syncs the directory. Without commit(), or when anything fails, the temporary is removed and
 // whatever stood at `path` is untouched. After a failed write every later call returns that failure.
@@ -76,7 +80,7 @@ class AtomicFile {
 
   const std::string& path() const { return path_; }
   Status write(std::string_view bytes);
-  Status commit();
+  Status commit(Durability durability = Durability::now);
 
  private:
   AtomicFile(std::string path, std::string temporary, FileDescriptor fd)
@@ -91,7 +95,7 @@ class AtomicFile {
   Status failure_;
 };
 
-Status atomic_write(const std::string& path, std::string_view contents);
+Status atomic_write(const std::string& path, std::string_view contents, Durability durability = Durability::now);
 
 // True for the names that AtomicFile gives its temporaries, so that leftovers of a killed process can be swept.
 bool is_temporary_name(std::string_view name);

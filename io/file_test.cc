@@ -97,6 +97,20 @@ TEST(AtomicFile, ManyWritesOfManySizesStayInOrder) {
   EXPECT_EQ(get(d.file("a")), expected);
 }
 
+TEST(AtomicFile, WithoutWaitingForTheDiskItIsStillWholeOrNothing) {
+  TemporaryDirectory d;
+  ASSERT_TRUE(succeeds(atomic_write(d.file("a"), "old", Durability::later)));
+  {
+    Result<AtomicFile> f = AtomicFile::create(d.file("a"));
+    ASSERT_TRUE(succeeds(f));
+    ASSERT_TRUE(succeeds(f.value().write("new")));
+    EXPECT_EQ(get(d.file("a")), "old");
+    ASSERT_TRUE(succeeds(f.value().commit(Durability::later)));
+  }
+  EXPECT_EQ(get(d.file("a")), "new");
+  EXPECT_EQ(d.count(), 1u);
+}
+
 TEST(AtomicFile, MissingDirectoryIsNamed) {
   TemporaryDirectory d;
   EXPECT_TRUE(fails_with(atomic_write(d.file("no/where"), "x"),

@@ -137,7 +137,8 @@ TEST(Jsonl, BrokenRows) {
 
 TEST(Jsonl, GoodRowsSurviveBadNeighbours) {
   const PromptFile f = parse_prompts(
-      "{\"prompt\":\"a\",\"label\":\"1\"}\nnonsense\n{\"prompt\":\"b\",\"label\":\"1\"}\n\n{\"prompt\":\"\",\"label\":\"1\"}\n", "dir/p.jsonl");
+      "{\"prompt\":\"a\",\"label\":\"1\"}\nnonsense\n{\"prompt\":\"b\",\"label\":\"1\"}\n\n{\"prompt\":\"\",\"label\":\"1\"}\n",
+      "dir/p.jsonl");
   ASSERT_EQ(f.rows.size(), 2u);
   EXPECT_EQ(f.rows[1].line, 3);
   ASSERT_EQ(f.bad_rows.size(), 2u);
@@ -156,9 +157,9 @@ TEST(Jsonl, TheFirstTwentyBadRowsAreListed) {
 }
 
 TEST(Jsonl, DuplicatePromptsAreCounted) {
-  EXPECT_EQ(parse_prompts("{\"prompt\":\"a\",\"label\":\"1\"}\n{\"prompt\":\"a\",\"label\":\"2\"}\n{\"prompt\":\"b\",\"label\":\"2\"}\n", "p")
-                .duplicate_prompts,
-            1);
+  const PromptFile f = parse_prompts(
+      "{\"prompt\":\"a\",\"label\":\"1\"}\n{\"prompt\":\"a\",\"label\":\"2\"}\n{\"prompt\":\"b\",\"label\":\"2\"}\n", "p");
+  EXPECT_EQ(f.duplicate_prompts, 1);
 }
 
 TEST(Jsonl, FilesAreNamed) {

@@ -183,7 +183,12 @@ Status RunDir::append_metrics(std::string_view json) {
   return written;
 }
 
-Status RunDir::write_rollouts(int64_t step, std::string_view jsonl) { return atomic_write(rollouts_path(step), jsonl); }
+Status RunDir::write_rollouts(int64_t step, std::string_view jsonl) {
+  // A wait for the disk at every step would be a good part of a small run's time, and only a checkpoint can be resumed.
+  LOCKSTEP_RETURN_IF_ERROR(atomic_write(rollouts_path(step), jsonl, Durability::later));
+  unsynced_.push_back(rollouts_path(step));
+  return Status::ok();
+}
 
 Result<std::string> RunDir::begin_checkpoint(int64_t step) {
   std::string path = checkpoint_path(step);
@@ -200,7 +205,10 @@ Status RunDir::finish_checkpoint(int64_t step) {
   for (const std::string& name : names.value()) LOCKSTEP_RETURN_IF_ERROR(sync_file(path + "/" + name));
   LOCKSTEP_RETURN_IF_ERROR(sync_directory(path));
   LOCKSTEP_RETURN_IF_ERROR(sync_directory(parent_directory(path)));
-  // Rollouts were synced as they were written.
+  for (const std::string& file : unsynced_)
+    if (exists(file)) LOCKSTEP_RETURN_IF_ERROR(sync_file(file));  // its owner may have deleted it meanwhile
+  unsynced_.clear();
+  LOCKSTEP_RETURN_IF_ERROR(sync_directory(path_ + "/" + kRollouts));
   if (::fsync(metrics_.get()) != 0) return errno_status("cannot sync", metrics_path(), errno);
   return atomic_write(path + "/" + kMarker, "");
 }

@@ -55,7 +55,7 @@ class RunDir {
   // an integer. If the disk is full, the part that was written is taken back.
   Status append_metrics(std::string_view json);
 
-  // The records of a step, as JSON lines; replaces what was there.
+  // The records of a step, as JSON lines; replaces what was there. Durable from the next finish_checkpoint() on.
   Status write_rollouts(int64_t step, std::string_view jsonl);
 
   // A checkpoint is written in three moves: begin (an empty directory, leftovers removed), the caller's files, finish.
@@ -80,6 +80,7 @@ class RunDir {
   std::string path_;
   FileDescriptor lock_;  // the lock lives as long as this is open
   FileDescriptor metrics_;
+  std::vector<std::string> unsynced_;  // rollouts since the last checkpoint
 };
 
 }  // namespace lockstep

@@ -51,7 +51,8 @@ TEST(RunDir, RefusesWhatIsNotARunDirectory) {
   EXPECT_TRUE(fails_with(RunDir::open(d.path(), RunDir::Mode::start),
                          d.path() + " is not empty (\"holiday.txt\" and 0 more) and is not a run directory"));
   EXPECT_EQ(d.count(), 1u);
-  EXPECT_TRUE(fails_with(RunDir::open(d.path(), RunDir::Mode::resume), d.path() + " is not a run directory (it has no run.lock)"));
+  EXPECT_TRUE(fails_with(RunDir::open(d.path(), RunDir::Mode::resume),
+                         d.path() + " is not a run directory (it has no run.lock)"));
   EXPECT_TRUE(fails_with(RunDir::open(d.file("none"), RunDir::Mode::resume), "there is nothing to resume"));
   EXPECT_TRUE(fails_with(RunDir::open(d.file("holiday.txt"), RunDir::Mode::start), d.file("holiday.txt")));
 }
@@ -71,7 +72,7 @@ TEST(RunDir, OneWriterAtATime) {
   {
     RunDir run = start(d.path());
     EXPECT_TRUE(fails_with(RunDir::open(d.path(), RunDir::Mode::resume),
-                           "the run directory " + d.path() + " is being written by process " + std::to_string(::getpid()) + " on "));
+                           fmt::format("the run directory {} is being written by process {} on ", d.path(), ::getpid())));
     RunDir moved = std::move(run);  // the lock moves along
     EXPECT_FALSE(RunDir::open(d.path(), RunDir::Mode::resume).is_ok());
   }

@@ -89,10 +89,12 @@ TEST_F(SafetensorsTest, ViewsReadTheMappedNumbers) {
 }
 
 TEST_F(SafetensorsTest, UnalignedDataIsLegalButCopied) {
-  std::string header = R"({"t":{"dtype":"I32","shape":[2],"data_offsets":[1,9]},"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})";
+  std::string header = R"({"t":{"dtype":"I32","shape":[2],"data_offsets":[1,9]},)"
+                       R"("b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})";
   header.resize(128, ' ');
   const SafetensorsFile f = opens(header, 9);
-  EXPECT_TRUE(fails_with(f.view("t"), "tensor \"t\" stands at byte 137 of the file, a view of I32 needs a multiple of 4; copy it"));
+  EXPECT_TRUE(fails_with(f.view("t"),
+                         "tensor \"t\" stands at byte 137 of the file, a view of I32 needs a multiple of 4; copy it"));
   EXPECT_TRUE(succeeds(f.view("b")));
   int32_t out[2] = {};
   ASSERT_TRUE(succeeds(f.copy_to("t", TensorView(out, DType::i32, {2}))));
@@ -135,7 +137,8 @@ TEST_F(SafetensorsTest, HeaderLengths) {
   refuses_bytes("1234567", "7 bytes, a safetensors file has at least 10");
   refuses_bytes(with_length(3, "{}"), "the header's length is given as 3 bytes, but 2 follow");
   refuses_bytes(with_length(1, ""), "the header's length is given as 1 bytes, but 0 follow");
-  refuses_bytes(with_length(uint64_t{1} << 63, "{}"), "the header's length is given as 9223372036854775808 bytes, over the limit");
+  refuses_bytes(with_length(uint64_t{1} << 63, "{}"),
+                "the header's length is given as 9223372036854775808 bytes, over the limit");
   refuses_bytes(with_length(~uint64_t{0}, "{}"), "18446744073709551615 bytes, over the limit");
   refuses_bytes(with_length(0, ""), "the header begins with \"\"");
   EXPECT_TRUE(fails_with(SafetensorsFile::open(d_.file("none")), "cannot open " + d_.file("none")));
@@ -184,7 +187,8 @@ TEST_F(SafetensorsTest, Shapes) {
   refuses_fields(R"("dtype":"U8","shape":[9223372036854775808],"data_offsets":[0,8])", ": shape[0] is 9223372036854775808");
   refuses_fields(R"("dtype":"U8","shape":[4294967296,4294967296],"data_offsets":[0,8])",
                  ": the size of U8 [4294967296, 4294967296] does not fit 64 bits");
-  refuses_fields(R"("dtype":"F64","shape":[9223372036854775807],"data_offsets":[0,8])", ": the size of F64 [9223372036854775807]");
+  refuses_fields(R"("dtype":"F64","shape":[9223372036854775807],"data_offsets":[0,8])",
+                 ": the size of F64 [9223372036854775807]");
   refuses_fields(R"("dtype":"F32","shape":[3],"data_offsets":[0,8])",
                  ": F32 [3] takes 12 bytes, but data_offsets [0, 8] hold 8");
   refuses_fields(R"("dtype":"F32","shape":[1],"data_offsets":[0,8])", ": F32 [1] takes 4 bytes");
@@ -208,12 +212,14 @@ TEST_F(SafetensorsTest, OverlapsGapsAndRests) {
           "tensor \"b\" begins at 3 and overlaps tensor \"a\", which ends at 4");
   refuses("{" + a + R"(,"b":{"dtype":"U8","shape":[3],"data_offsets":[5,8]}})", 8,
           "tensor \"b\" begins at 5 and leaves a gap behind tensor \"a\", which ends at 4");
-  refuses("{" + a + R"(,"b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})", 4, "tensor \"b\" begins at 0 and overlaps tensor \"a\"");
+  refuses("{" + a + R"(,"b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})", 4,
+          "tensor \"b\" begins at 0 and overlaps tensor \"a\"");
   refuses(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}})", 8, "leaves a gap behind the start of the data at 0");
   refuses("{" + a + "}", 8, "the tensors end at 4, but 8 bytes of data follow the header");
   refuses("{}", 3, "the tensors end at 0, but 3 bytes of data follow");
   // An empty tensor inside another one's bytes.
-  refuses("{" + a + R"(,"b":{"dtype":"U8","shape":[0],"data_offsets":[2,2]}})", 4, "tensor \"b\" begins at 2 and overlaps tensor \"a\"");
+  refuses("{" + a + R"(,"b":{"dtype":"U8","shape":[0],"data_offsets":[2,2]}})", 4,
+          "tensor \"b\" begins at 2 and overlaps tensor \"a\"");
   // Unknown dtypes count too.
   refuses("{" + a + R"(,"b":{"dtype":"F4","shape":[4],"data_offsets":[3,5]}})", 5, "overlaps tensor \"a\"");
 }

@@ -1,4 +1,4 @@
-// The five reference models: logits, log-probs, hidden states, every gradient, decoding; and that the comparison itself can fail.
+// The reference models: logits, log-probs, hidden states, every gradient, decoding; and that the comparison itself can fail.
 
 #include "model/golden.h"
 
@@ -42,7 +42,7 @@ TEST_P(Golden, Bf16DecodesBitEqualAndStaysNear) {
   if (GetParam() == std::string("hybrid")) EXPECT_LT(r.value().logprob_mean_abs, 0.03);
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, Golden, ::testing::Values("swa_score", "csa_hash", "hca_yarn", "hybrid", "clamp"),
+INSTANTIATE_TEST_SUITE_P(Cases, Golden, ::testing::Values("swa_score", "csa_hash", "hca_yarn", "hybrid", "clamp", "two_streams", "one_stream", "odd_widths", "short"),
                          [](const auto& info) { return std::string(info.param); });
 
 // A copy of a golden file with one f32 weight changed by a factor: every comparison must notice.

@@ -90,7 +90,8 @@ TEST(GroupAdvantages, RewardsThatAreNotFiniteAreNamed) {
   Floats a(2);
   EXPECT_EQ(group_advantages(GroupEstimator::grpo, Floats{1, std::nanf("")}, Offsets{0, 2}, a).message(),
             "reward 1 is nan, a finite number is wanted");
-  EXPECT_EQ(group_advantages(GroupEstimator::grpo, Floats{-std::numeric_limits<float>::infinity(), 1}, Offsets{0, 2}, a).message(),
+  const float infinity = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(group_advantages(GroupEstimator::grpo, Floats{-infinity, 1}, Offsets{0, 2}, a).message(),
             "reward 0 is -inf, a finite number is wanted");
 }
 
@@ -146,7 +147,8 @@ TEST(Whiten, ConstantsGiveZeroAndOneTokenIsRefused) {
 TEST(ReinforcePp, ReturnsByHand) {
   // Sample 0: three tokens, the last one masked, so the reward stands at token 1. Sample 1: nothing trained.
   Floats g(4, 99);
-  ASSERT_TRUE(reinforce_pp_returns(Floats{2, 5}, Offsets{0, 3, 4}, Mask{1, 1, 0, 0}, Floats{0.1f, 0.2f, 9, 9}, 0.5, 0.9, g).is_ok());
+  const Floats kl = {0.1f, 0.2f, 9, 9};
+  ASSERT_TRUE(reinforce_pp_returns(Floats{2, 5}, Offsets{0, 3, 4}, Mask{1, 1, 0, 0}, kl, 0.5, 0.9, g).is_ok());
   EXPECT_NEAR(g[1], 2 - 0.1, 5e-7);
   EXPECT_NEAR(g[0], -0.05 + 0.9 * 1.9, 5e-7);
   EXPECT_EQ(g[2], 0.0f);
@@ -171,8 +173,8 @@ TEST(ReinforcePp, WithoutDiscountEveryTokenHasTheReward) {
 
 TEST(ReinforcePp, BaselineSubtractsTheGroupMeanAndTheKl) {
   Floats a(4, 99);
-  ASSERT_TRUE(
-      reinforce_pp_baseline(Floats{1, 0}, Offsets{0, 2}, Offsets{0, 2, 4}, Mask{1, 0, 1, 1}, Floats{1, 9, 0, 2}, 0.25, a).is_ok());
+  const Floats kl = {1, 9, 0, 2};
+  ASSERT_TRUE(reinforce_pp_baseline(Floats{1, 0}, Offsets{0, 2}, Offsets{0, 2, 4}, Mask{1, 0, 1, 1}, kl, 0.25, a).is_ok());
   EXPECT_EQ(a, (Floats{0.25f, 0, -0.5f, -1.0f}));
   EXPECT_EQ(reinforce_pp_baseline(Floats{1, 0}, Offsets{0, 1, 2}, Offsets{0, 2, 4}, Mask{1, 0, 1, 1}, {}, 0, a).message(),
             "group 0 has 1 samples, at least 2 are wanted to compare");

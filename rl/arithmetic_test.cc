@@ -186,15 +186,18 @@ TEST(Arithmetic, AboutOnePromptInEightIsHeldOut) {
 
 TEST(Arithmetic, AskingForMoreThanThereIs) {
   const ArithmeticOptions tiny{.difficulty_max = 1, .families = {ArithmeticFamily::multiply}};  // 100 prompts in all
-  EXPECT_TRUE(fails_with(make_arithmetic_set(tiny, ArithmeticSplit::held_out, 90), "90 distinct held-out problems were asked for, there are about "));
+  EXPECT_TRUE(fails_with(make_arithmetic_set(tiny, ArithmeticSplit::held_out, 90),
+                         "90 distinct held-out problems were asked for, there are about "));
   EXPECT_TRUE(succeeds(make_arithmetic_set(tiny, ArithmeticSplit::train, 1000)));
   EXPECT_TRUE(make_arithmetic_set(tiny, ArithmeticSplit::held_out, 0).value().empty());
 }
 
 TEST(Arithmetic, WrongOptionsAreNamed) {
-  EXPECT_TRUE(fails_with(make_arithmetic_set({.difficulty_min = 0}, ArithmeticSplit::train, 1), "difficulties from 0 to 3; they go from 1 to 3"));
+  EXPECT_TRUE(fails_with(make_arithmetic_set({.difficulty_min = 0}, ArithmeticSplit::train, 1),
+                         "difficulties from 0 to 3; they go from 1 to 3"));
   EXPECT_TRUE(fails_with(check_arithmetic_options({.difficulty_min = 3, .difficulty_max = 2}), "difficulties from 3 to 2"));
-  EXPECT_TRUE(fails_with(parse_arithmetic_family("sum"), "\"sum\" is not a family of problems; there are add, subtract, multiply"));
+  EXPECT_TRUE(fails_with(parse_arithmetic_family("sum"),
+                         "\"sum\" is not a family of problems; there are add, subtract, multiply"));
   for (int i = 0; i < kArithmeticFamilies; ++i) {
     const ArithmeticFamily family = static_cast<ArithmeticFamily>(i);
     EXPECT_EQ(parse_arithmetic_family(arithmetic_family_name(family)).value(), family);

@@ -1,7 +1,10 @@
 #include "rl/checkpoint.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <sstream>
+
+#include <xxhash.h>
 
 #include "io/file.h"
 #include "io/json.h"
@@ -12,6 +15,46 @@ namespace {
 
 constexpr const char* kStateFile = "state.json";
 constexpr const char* kSettingsFile = "config.resolved.toml";
+constexpr const char* kChecksumFile = "checksums.json";
+
+Result<std::string> file_checksum(const std::string& path) {
+  Result<MappedFile> file = MappedFile::open(path);
+  if (!file) return file.status();
+  return fmt::format("{:016x}", XXH64(file.value().data(), file.value().size(), 0));
+}
+
+Status write_checksums(const std::string& directory) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, error))
+    names.push_back(entry.path().filename().string());
+  if (error) return errorf("cannot list {}: {}", directory, error.message());
+  std::sort(names.begin(), names.end());
+  JsonLine line;
+  for (const std::string& name : names) {
+    Result<std::string> sum = file_checksum(directory + "/" + name);
+    if (!sum) return sum.status();
+    line.add(name, sum.value());
+  }
+  return atomic_write(directory + "/" + kChecksumFile, line.str() + "\n");
+}
+
+Status verify_checksums(const std::string& directory) {
+  const std::string path = directory + "/" + kChecksumFile;
+  Result<std::string> text = read_file(path);
+  if (!text) return text.status();
+  Result<JsonValue> sums = parse_json(text.value());
+  if (!sums) return errorf("{}: {}", path, sums.message());
+  for (const auto& [name, wanted] : sums.value().members) {
+    Result<std::string> sum = file_checksum(directory + "/" + name);
+    if (!sum) return sum.status();
+    if (sum.value() != wanted.text) {
+      return errorf("{}/{} is damaged: its checksum is {}, {} was written; remove {} to resume from an older checkpoint",
+                    directory, name, sum.value(), wanted.text, directory);
+    }
+  }
+  return Status::ok();
+}
 
 // Lines of two resolved configs, which list the same settings in the same order, that differ.
 void report_changed_settings(const std::string& before, const std::string& after, const Hooks& hooks) {
@@ -50,8 +93,12 @@ Result<RunState> parse_run_state(std::string_view json, const std::string& file)
   const JsonValue* kind = parsed.value().find("kind");
   if (kind == nullptr || !kind->is(JsonValue::Kind::string)) return errorf("{}: \"kind\" is missing", file);
   s.kind = kind->text;
-  const std::pair<const char*, int64_t*> fields[] = {{"step", &s.step},           {"seed", &s.seed},           {"num_rows", &s.num_rows},
-                                                     {"epoch", &s.cursor.epoch},  {"offset", &s.cursor.offset}, {"issued", &s.cursor.issued}};
+  const std::pair<const char*, int64_t*> fields[] = {{"step", &s.step},
+                                                     {"seed", &s.seed},
+                                                     {"num_rows", &s.num_rows},
+                                                     {"epoch", &s.cursor.epoch},
+                                                     {"offset", &s.cursor.offset},
+                                                     {"issued", &s.cursor.issued}};
   for (const auto& [name, field] : fields) {
     const JsonValue* v = parsed.value().find(name);
     if (v == nullptr || !v->as_int64(field) || *field < 0) return errorf("{}: \"{}\" is missing or no count", file, name);
@@ -71,6 +118,7 @@ Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const 
   LOCKSTEP_RETURN_IF_ERROR(policy.save(path.value()));
   LOCKSTEP_RETURN_IF_ERROR(atomic_write(path.value() + "/" + kSettingsFile, resolved));
   LOCKSTEP_RETURN_IF_ERROR(atomic_write(path.value() + "/" + kStateFile, run_state_json(state) + "\n"));
+  LOCKSTEP_RETURN_IF_ERROR(write_checksums(path.value()));
   LOCKSTEP_RETURN_IF_ERROR(dir.finish_checkpoint(state.step));
   for (size_t i = 0; i + static_cast<size_t>(keep) < before.value().size() + 1; ++i) {
     LOCKSTEP_RETURN_IF_ERROR(delete_checkpoint(before.value()[i].path));
@@ -78,7 +126,8 @@ Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const 
   return Status::ok();
 }
 
-Result<RunDir> open_run(const std::string& path, bool resume, const std::string& resolved, Policy& policy, RunState& state, const Hooks& hooks) {
+Result<RunDir> open_run(const std::string& path, bool resume, const std::string& resolved, Policy& policy, RunState& state,
+                        const Hooks& hooks) {
   Result<RunDir> opened = RunDir::open(path, resume ? RunDir::Mode::resume : RunDir::Mode::start);
   if (!opened) return opened.status();
   RunDir dir = opened.take();
@@ -87,15 +136,19 @@ Result<RunDir> open_run(const std::string& path, bool resume, const std::string&
     Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(path);
     if (!newest) return newest.status();
     if (newest.value()) {
+      LOCKSTEP_RETURN_IF_ERROR(verify_checksums(newest.value()->path));
       const std::string file = newest.value()->path + "/" + kStateFile;
       Result<std::string> text = read_file(file);
       if (!text) return text.status();
       Result<RunState> saved = parse_run_state(text.value(), file);
       if (!saved) return saved.status();
-      if (saved.value().kind != state.kind) return errorf("{}: this is a run of `lockstep {}`, not of `lockstep {}`", file, saved.value().kind, state.kind);
-      if (saved.value().seed != state.seed) return errorf("{}: the run began with run.seed {}, not {}", file, saved.value().seed, state.seed);
+      if (saved.value().kind != state.kind)
+        return errorf("{}: this is a run of `lockstep {}`, not of `lockstep {}`", file, saved.value().kind, state.kind);
+      if (saved.value().seed != state.seed)
+        return errorf("{}: the run began with run.seed {}, not {}", file, saved.value().seed, state.seed);
       if (saved.value().num_rows != state.num_rows) {
-        return errorf("{}: the run began with {} usable data rows, the file now gives {}", file, saved.value().num_rows, state.num_rows);
+        return errorf("{}: the run began with {} usable data rows, the file now gives {}", file, saved.value().num_rows,
+                      state.num_rows);
       }
       LOCKSTEP_RETURN_IF_ERROR(policy.load(newest.value()->path));
       state = saved.take();
@@ -106,8 +159,8 @@ Result<RunDir> open_run(const std::string& path, bool resume, const std::string&
     Result<RunDir::Truncation> cut = dir.truncate_after(newest.value() ? state.step : -1);
     if (!cut) return cut.status();
     if (cut.value().metrics_dropped + cut.value().rollouts_dropped > 0) {
-      hooks.say(fmt::format("dropped {} metrics lines and {} rollout files of later steps, which will be run again", cut.value().metrics_dropped,
-                            cut.value().rollouts_dropped));
+      hooks.say(fmt::format("dropped {} metrics lines and {} rollout files of later steps, which will be run again",
+                            cut.value().metrics_dropped, cut.value().rollouts_dropped));
     }
   }
   LOCKSTEP_RETURN_IF_ERROR(dir.write_config(resolved));

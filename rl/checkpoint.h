@@ -1,8 +1,9 @@
 #pragma once
 // What a run needs to continue as if it had never stopped, and the start and resume of a run directory.
 //
-// A checkpoint directory holds masters.safetensors, optimizer.safetensors (both with the actor's counters), config.json, the tokenizer, the
-// resolved settings and state.json; the file COMPLETE makes it count. Draws have no state: they are keyed by what they are for.
+// A checkpoint directory holds masters.safetensors, optimizer.safetensors (both with the actor's counters), config.json, the
+// tokenizer, the resolved settings, state.json and checksums.json (XXH64 of all of these, checked on resume); the file COMPLETE
+// makes it count. Draws have no state: they are keyed by what they are for.
 
 #include <cstdint>
 #include <string>
@@ -15,10 +16,10 @@
 namespace lockstep {
 
 struct RunState {
-  std::string kind;        // "train" or "sft"
-  int64_t step = 0;        // steps done
+  std::string kind;  // "train" or "sft"
+  int64_t step = 0;  // steps done
   int64_t seed = 0;
-  int64_t num_rows = 0;    // of the data file: a resumed run must see the same one
+  int64_t num_rows = 0;  // of the data file: a resumed run must see the same one
   OrderCursor cursor;
   bool operator==(const RunState&) const = default;
 };
@@ -29,8 +30,10 @@ Result<RunState> parse_run_state(std::string_view json, const std::string& file)
 // Writes the checkpoint of state.step, then deletes all but the newest `keep`. Fine if it exists already.
 Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const std::string& resolved, int64_t keep);
 
-// Opens `path` for writing. A fresh run must find no run there. On resume the policy and `state` become those of the newest complete
-// checkpoint, and what the run wrote after it is dropped; without a checkpoint the run begins again. `state` comes in as a fresh run's.
-Result<RunDir> open_run(const std::string& path, bool resume, const std::string& resolved, Policy& policy, RunState& state, const Hooks& hooks);
+// Opens `path` for writing. A fresh run must find no run there. On resume the policy and `state` become those of the newest
+// complete checkpoint, and what the run wrote after it is dropped; without a checkpoint the run begins again. `state` comes in as
+// a fresh run's.
+Result<RunDir> open_run(const std::string& path, bool resume, const std::string& resolved, Policy& policy, RunState& state,
+                        const Hooks& hooks);
 
 }  // namespace lockstep

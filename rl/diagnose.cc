@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 #include "ops/logprob/logprob.h"
@@ -12,16 +13,18 @@ namespace {
 
 // Appends the rows of one probe call. Calls come in the order of the forward, again for every chunk.
 void record(Trace& trace, int layer, std::string_view name, ConstTensorView rows) {
-  auto point = std::find_if(trace.points.begin(), trace.points.end(), [&](const Trace::Point& p) { return p.layer == layer && p.name == name; });
+  auto point = std::find_if(trace.points.begin(), trace.points.end(),
+                            [&](const Trace::Point& p) { return p.layer == layer && p.name == name; });
   const size_t row_bytes = static_cast<size_t>(rows.shape.row_elements()) * dtype_bytes(rows.dtype);
   if (point == trace.points.end()) {
     trace.points.push_back({layer, std::string(name), rows.dtype, row_bytes, {}});
     point = trace.points.end() - 1;
   }
-  CHECK(point->row_bytes == row_bytes && point->dtype == rows.dtype, "layer {} {}: rows of {} {} bytes after rows of {} {}", layer, name, row_bytes,
-        dtype_name(rows.dtype), point->row_bytes, dtype_name(point->dtype));
+  CHECK(point->row_bytes == row_bytes && point->dtype == rows.dtype, "layer {} {}: rows of {} {} bytes after rows of {} {}",
+        layer, name, row_bytes, dtype_name(rows.dtype), point->row_bytes, dtype_name(point->dtype));
   for (int64_t r = 0; r < rows.rows(); ++r) {
-    const std::byte* from = static_cast<const std::byte*>(rows.data) + r * rows.row_stride * static_cast<int64_t>(dtype_bytes(rows.dtype));
+    const std::byte* from =
+        static_cast<const std::byte*>(rows.data) + r * rows.row_stride * static_cast<int64_t>(dtype_bytes(rows.dtype));
     point->rows.insert(point->rows.end(), from, from + row_bytes);
   }
 }
@@ -58,7 +61,8 @@ Trace trace_sequence(Context& c, const Model& model, std::span<const int32_t> to
   const int64_t page_tokens = default_page_tokens(config);
   const int64_t num_pages = (rows + page_tokens - 1) / page_tokens;
   const StateSize size = StatePool::size(config, model.weights->numerics(), page_tokens);
-  Arena state_arena("diagnosis state", size.slot_bytes + static_cast<size_t>(num_pages + 1) * size.page_bytes + (size_t{1} << 20));
+  Arena state_arena("diagnosis state",
+                    size.slot_bytes + static_cast<size_t>(num_pages + 1) * size.page_bytes + (size_t{1} << 20));
   const StatePool state(config, model.weights->numerics(), 1, num_pages, page_tokens, state_arena);
   std::vector<int32_t> pages(static_cast<size_t>(num_pages));
   for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<int32_t>(i);
@@ -94,7 +98,8 @@ std::string Difference::str() const {
 Difference first_difference(const Trace& a, const Trace& b) {
   Difference d;
   for (const Trace::Point& pa : a.points) {
-    const auto pb = std::find_if(b.points.begin(), b.points.end(), [&](const Trace::Point& p) { return p.layer == pa.layer && p.name == pa.name; });
+    const auto pb = std::find_if(b.points.begin(), b.points.end(),
+                                 [&](const Trace::Point& p) { return p.layer == pa.layer && p.name == pa.name; });
     if (pb == b.points.end() || pb->dtype != pa.dtype || pb->row_bytes != pa.row_bytes) {
       return {.found = true, .layer = pa.layer, .point = pa.name + " (shape)"};
     }
@@ -106,8 +111,13 @@ Difference first_difference(const Trace& a, const Trace& b) {
       const size_t width = dtype_bytes(pa.dtype);
       size_t e = 0;
       while (std::memcmp(ra + e * width, rb + e * width, width) == 0) ++e;
-      return {.found = true, .layer = pa.layer, .point = pa.name, .row = static_cast<int64_t>(r), .element = static_cast<int64_t>(e),
-              .a = element_value(ra, pa.dtype, e), .b = element_value(rb, pa.dtype, e)};
+      return {.found = true,
+              .layer = pa.layer,
+              .point = pa.name,
+              .row = static_cast<int64_t>(r),
+              .element = static_cast<int64_t>(e),
+              .a = element_value(ra, pa.dtype, e),
+              .b = element_value(rb, pa.dtype, e)};
     }
     if (pa.rows.size() != pb->rows.size()) return {.found = true, .layer = pa.layer, .point = pa.name + " (number of rows)"};
   }
@@ -119,19 +129,49 @@ Difference first_difference(const Trace& a, const Trace& b) {
   return d;
 }
 
+Comparison compare_logprobs(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen) {
+  CHECK_EQ(samples.size(), seen.size());
+  Comparison result;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    const TrainSample& s = samples[i];
+    for (size_t t = 0; t < s.mask.size(); ++t) {
+      if (s.mask[t] == 0) continue;
+      ++result.num_tokens;
+      const float sampled = s.rollout_logprob[t], trained = seen[i].logprob[t];
+      if (std::bit_cast<uint32_t>(sampled) == std::bit_cast<uint32_t>(trained)) continue;
+      const double gap = std::abs(static_cast<double>(trained) - static_cast<double>(sampled));
+      if (!(gap <= result.max_gap)) result.max_gap = gap;
+      if (!result.first) {
+        result.first = Mismatch{.sample_index = s.index,
+                                .tokens = s.tokens,
+                                .prompt_length = s.prompt_length,
+                                .response_token = static_cast<int64_t>(t),
+                                .temperature = s.temperature,
+                                .rollout_logprob = sampled,
+                                .train_logprob = trained};
+      }
+    }
+  }
+  return result;
+}
+
 std::string diagnose_difference(Context& c, const Model& model, const Mismatch& m) {
   const Trace sampled = trace_sequence(c, model, m.tokens, 1, m.temperature);
   const Trace packed = trace_sequence(c, model, m.tokens, 0, m.temperature);
   const Difference difference = first_difference(sampled, packed);
   std::string text = fmt::format(
-      "sample {}: response token {} (position {}) was sampled with log-prob {:.9g}, training computed {:.9g}; this run demands equal bits.\n",
+      "sample {}: response token {} (position {}) was sampled with log-prob {:.9g}, training computed {:.9g}; this run demands "
+      "equal bits.\n",
       m.sample_index, m.response_token, m.prompt_length + m.response_token, m.rollout_logprob, m.train_logprob);
-  // The optimizer has stepped since, so the search runs under the new weights: a schedule that changes bits does so for nearly all weights.
+  // The optimizer has stepped since, so the search runs under the new weights: a schedule that changes bits does so for nearly
+  // all weights.
   if (difference.found) {
-    text += fmt::format("  Run again under the present weights, token by token and packed, the forward first differs at {}.", difference.str());
+    text += fmt::format("  Run again under the present weights, token by token and packed, the forward first differs at {}.",
+                        difference.str());
   } else {
     text +=
-        "  Run again under the present weights, token by token and packed, this sequence gives equal bits everywhere when it is alone: one of the two "
+        "  Run again under the present weights, token by token and packed, this sequence gives equal bits everywhere when it is "
+        "alone: one of the two "
         "depended on its neighbours in the batch, or read other weights or another temperature.";
   }
   return text;

@@ -1,8 +1,12 @@
-// Locating a first difference: two schedules of one model agree everywhere; one changed weight is found at its layer and operator.
+// Locating a first difference: two schedules of one model agree everywhere; one changed weight is found at its layer and
+// operator.
 
 #include "rl/diagnose.h"
 
 #include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
 
 #include "core/rng.h"
 
@@ -110,12 +114,55 @@ TEST(Diagnose, TheRowIsTheFirstThatDiffers) {
   EXPECT_EQ(d.row, 17);
 }
 
+TEST(Compare, FindsOneBit) {
+  TrainSample a, b;
+  a.index = 4;
+  a.mask = {1, 1};
+  a.rollout_logprob = {-1.0f, -2.0f};
+  b.index = 5;
+  b.tokens = {0, 3, 4, 5};
+  b.prompt_length = 1;
+  b.mask = {1, 0, 1};
+  b.rollout_logprob = {-0.0f, -1.0f, -3.0f};
+  const std::vector<TrainSample> samples = {a, b};
+  const std::vector<TokenLogprobs> equal = {{.logprob = {-1.0f, -2.0f}, .entropy = {}},
+                                            {.logprob = {-0.0f, -7.0f, -3.0f}, .entropy = {}}};
+  Comparison c = compare_logprobs(samples, equal);
+  EXPECT_EQ(c.num_tokens, 4);  // the masked token is not compared
+  EXPECT_EQ(c.max_gap, 0);
+  EXPECT_FALSE(c.first.has_value());
+
+  std::vector<TokenLogprobs> seen = equal;
+  seen[1].logprob[2] = std::nextafter(-3.0f, 0.0f);
+  c = compare_logprobs(samples, seen);
+  ASSERT_TRUE(c.first.has_value());
+  EXPECT_EQ(c.first->sample_index, 5);
+  EXPECT_EQ(c.first->response_token, 2);
+  EXPECT_EQ(c.first->tokens.size(), 4u);
+  EXPECT_GT(c.max_gap, 0);
+
+  seen[0].logprob[1] = std::numeric_limits<float>::quiet_NaN();
+  c = compare_logprobs(samples, seen);
+  ASSERT_TRUE(c.first.has_value());
+  EXPECT_EQ(c.first->sample_index, 4);
+  EXPECT_EQ(c.first->response_token, 1);
+
+  seen = equal;
+  seen[1].logprob[0] = 0.0f;  // the same number with another sign bit
+  EXPECT_TRUE(compare_logprobs(samples, seen).first.has_value());
+}
+
 TEST(Diagnose, TheSentenceNamesSampleAndToken) {
   World w(Numerics::bf16);
   const std::vector<int32_t> tokens = random_tokens(12);
-  const std::string text = diagnose_difference(
-      w.context, w.model,
-      {.sample_index = 71, .tokens = tokens, .prompt_length = 4, .response_token = 2, .temperature = 1, .rollout_logprob = -0.5f, .train_logprob = -0.25f});
+  const std::string text = diagnose_difference(w.context, w.model,
+                                               {.sample_index = 71,
+                                                .tokens = tokens,
+                                                .prompt_length = 4,
+                                                .response_token = 2,
+                                                .temperature = 1,
+                                                .rollout_logprob = -0.5f,
+                                                .train_logprob = -0.25f});
   EXPECT_NE(text.find("sample 71: response token 2 (position 6)"), std::string::npos) << text;
   EXPECT_NE(text.find("equal bits everywhere"), std::string::npos) << text;
 }

@@ -38,12 +38,12 @@ std::vector<std::pair<std::string, double>> EvalReport::values(const std::string
 std::string EvalReport::str() const {
   std::string text;
   for (const auto& [k, value] : pass_at_k) text += fmt::format("pass@{} {:.3f}  ", k, value);
-  return text + fmt::format("(se {:.3f})  truncated {:.1f}%  unanswered {:.1f}%  length {:.1f}  {} problems x {}", standard_error, 100 * truncated_ratio,
-                            100 * unanswered_ratio, mean_length, num_problems, num_samples);
+  return text + fmt::format("(se {:.3f})  truncated {:.1f}%  unanswered {:.1f}%  length {:.1f}  {} problems x {}", standard_error,
+                            100 * truncated_ratio, 100 * unanswered_ratio, mean_length, num_problems, num_samples);
 }
 
-Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, RewardKind reward, const EvalOptions& options, const Hooks& hooks,
-                            const std::string& label, std::string* records) {
+Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, RewardKind reward, const EvalOptions& options,
+                            const Hooks& hooks, const std::string& label, std::string* records) {
   const auto start = std::chrono::steady_clock::now();
   if (options.problems > 0) problems = problems.first(std::min(problems.size(), static_cast<size_t>(options.problems)));
 
@@ -73,7 +73,8 @@ Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, Re
   int64_t truncated = 0, unanswered = 0;
   for (size_t i = 0; i < completions.value().size(); ++i) {
     const Prompt& problem = problems[i / static_cast<size_t>(options.samples)];
-    const Trajectory t = make_trajectory(problem, completions.value()[i], options.samples, policy.tokenizer(), policy.config().vocab_size);
+    const Trajectory t =
+        make_trajectory(problem, completions.value()[i], options.samples, policy.tokenizer(), policy.config().vocab_size);
     const RewardResult verdict = judge(reward, problem, t);
     num_correct[i / static_cast<size_t>(options.samples)] += verdict.correct ? 1 : 0;
     answers.push_back(verdict.pred);
@@ -102,7 +103,8 @@ Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, Re
     const int64_t vote = majority_vote(std::span(answers).subspan(first, static_cast<size_t>(options.samples)));
     report.majority += vote >= 0 && correct[first + static_cast<size_t>(vote)] ? 1.0 / static_cast<double>(problems.size()) : 0.0;
   }
-  for (int64_t k = 1; k <= options.samples; k *= 2) report.pass_at_k.emplace_back(k, mean_pass_at_k(num_correct, options.samples, k));
+  for (int64_t k = 1; k <= options.samples; k *= 2)
+    report.pass_at_k.emplace_back(k, mean_pass_at_k(num_correct, options.samples, k));
   report.standard_error = sampling_standard_error(num_correct, options.samples);
   const auto n = static_cast<double>(options.samples), num_problems = static_cast<double>(problems.size());
   report.truncated_ratio = static_cast<double>(truncated) / (n * num_problems);

@@ -1,6 +1,6 @@
 #pragma once
-// pass@k of a policy on a list of problems (rl spec 17). Draws are keyed by (eval seed, problem, sample), so the same weights asked again answer
-// the same, whatever training did in between.
+// pass@k of a policy on a list of problems (rl spec 17). Draws are keyed by (eval seed, problem, sample), so the same weights
+// asked again answer the same, whatever training did in between.
 
 #include <cstdint>
 #include <span>
@@ -26,21 +26,21 @@ struct EvalOptions {
 };
 
 struct EvalReport {
-  int64_t num_problems = 0, num_samples = 0;             // samples of each problem
-  std::vector<std::pair<int64_t, double>> pass_at_k;     // k = 1, 2, 4 .. num_samples, unbiased
-  double majority = 0;                                   // problems whose most frequent answer is right
-  double standard_error = 0;                             // of pass@1, from sampling alone
+  int64_t num_problems = 0, num_samples = 0;          // samples of each problem
+  std::vector<std::pair<int64_t, double>> pass_at_k;  // k = 1, 2, 4 .. num_samples, unbiased
+  double majority = 0;                                // problems whose most frequent answer is right
+  double standard_error = 0;                          // of pass@1, from sampling alone
   double truncated_ratio = 0, unanswered_ratio = 0, mean_length = 0;
   int64_t num_tokens = 0;
   double seconds = 0;
-  double pass(int64_t k) const;                          // CHECK: k is among them
+  double pass(int64_t k) const;  // CHECK: k is among them
   // Metrics by name, for the problem set `set`: everything but the time.
   std::vector<std::pair<std::string, double>> values(const std::string& set) const;
   std::string str() const;
 };
 
 // `records`, unless null, receives every sample as JSON lines.
-Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, RewardKind reward, const EvalOptions& options, const Hooks& hooks,
-                            const std::string& label, std::string* records);
+Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, RewardKind reward, const EvalOptions& options,
+                            const Hooks& hooks, const std::string& label, std::string* records);
 
 }  // namespace lockstep

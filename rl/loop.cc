@@ -6,16 +6,14 @@
 //    ▼                  │                                                                   ▼
 //   checkpoint          └──────────────── weights, version v + 1, swapped whole ────────────┘
 //
-// There are no queues: P * n trajectories are made, then all are trained on, so every token is of the version that is trained (lag 0) and nothing
-// waits for anything but the stage before it. Sampler and trainer read the same weights; the step checks that they also computed the same
-// log-probs, bit for bit, for every token that is trained.
+// There are no queues: P * n trajectories are made, then all are trained on, so every token is of the version that is trained
+// (lag 0) and nothing waits for anything but the stage before it. Sampler and trainer read the same weights; the step checks that
+// they also computed the same log-probs, bit for bit, for every token that is trained.
 
 #include "rl/loop.h"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
-#include <cmath>
 #include <filesystem>
 #include <fstream>
 
@@ -47,8 +45,6 @@ class Stopwatch {
   using Clock = std::chrono::steady_clock;
   Clock::time_point start_ = Clock::now(), lap_ = start_;
 };
-
-bool same_bits(float a, float b) { return std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b); }
 
 std::string trajectory_json(const Group& group, const Trajectory& t) {
   return JsonLine()
@@ -86,7 +82,7 @@ class Loop {
   void reward(std::vector<Group>& groups);
   Status advantage(std::vector<Group>& groups);
   Status train(std::vector<Group>& groups, Metrics& metrics);
-  // The exact run's promise, for samples whose old_logprob the trainer has computed.
+  // The promise: what the trainer's forward saw is what the sampler recorded, or the run stops with a diagnosis.
   Status compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen);
   Status evaluate_now();
   Status save();
@@ -110,7 +106,8 @@ class Loop {
 
 Status Loop::open(bool resume) {
   const LoopConfig& c = config_;
-  PolicyUse use{.seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads), .sample = true, .train = true};
+  PolicyUse use{
+      .seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads), .sample = true, .train = true};
   const bool evaluates = c.run.eval_every > 0;
   use.engine.max_running = c.rollout.max_running;
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
@@ -131,8 +128,8 @@ Status Loop::open(bool resume) {
   Result<std::vector<Prompt>> prompts = load_prompts(c.task.train_file, policy_->tokenizer(), c.task, &counts);
   if (!prompts) return prompts.status();
   task_ = std::make_unique<Task>(prompts.take(), static_cast<uint64_t>(c.run.seed));
-  hooks_.say(fmt::format("{}: {} prompts; {} bad rows, {} overlong and dropped, {} duplicates", c.task.train_file, counts.rows, counts.bad_rows,
-                         counts.overlong_prompts, counts.duplicate_prompts));
+  hooks_.say(fmt::format("{}: {} prompts; {} bad rows, {} overlong and dropped, {} duplicates", c.task.train_file, counts.rows,
+                         counts.bad_rows, counts.overlong_prompts, counts.duplicate_prompts));
   if (evaluates) {
     Result<std::vector<Prompt>> problems = load_prompts(c.task.eval_file, policy_->tokenizer(), c.task, nullptr);
     if (!problems) return problems.status();
@@ -150,7 +147,8 @@ Status Loop::open(bool resume) {
   timing_.open(dir_->path() + "/timing.jsonl", std::ios::app);
   if (!timing_) return errorf("cannot open {}/timing.jsonl", dir_->path());
   report_.first_step = report_.last_step = state_.step;
-  hooks_.say(fmt::format("{} threads, {} numerics; {}", policy_->context().num_threads(), numerics_name(c.model.numerics), policy_->memory_report()));
+  hooks_.say(fmt::format("{} threads, {} numerics; {}", policy_->context().num_threads(), numerics_name(c.model.numerics),
+                         policy_->memory_report()));
   return Status::ok();
 }
 
@@ -174,12 +172,14 @@ Result<std::vector<Group>> Loop::rollout() {
   if (!completions) return completions.status();
   for (size_t i = 0; i < completions.value().size(); ++i) {
     Group& g = groups[i / static_cast<size_t>(o.samples_per_prompt)];
-    g.trajectories.push_back(make_trajectory(g.prompt, completions.value()[i], o.samples_per_prompt, policy_->tokenizer(), policy_->config().vocab_size));
+    g.trajectories.push_back(make_trajectory(g.prompt, completions.value()[i], o.samples_per_prompt, policy_->tokenizer(),
+                                             policy_->config().vocab_size));
     const Trajectory& t = g.trajectories.back();
     report_.rollout_tokens += t.response_length();
     if (!t.usable()) log_warn("sample {} is {} and not trained: {}", t.index, trajectory_status_name(t.status), t.failure);
     for (const int32_t v : t.versions) {
-      CHECK(v == policy_->weights().version(), "sample {} was drawn by version {}, the weights are version {}", t.index, v, policy_->weights().version());
+      CHECK(v == policy_->weights().version(), "sample {} was drawn by version {}, the weights are version {}", t.index, v,
+            policy_->weights().version());
     }
   }
   return groups;
@@ -191,7 +191,8 @@ void Loop::reward(std::vector<Group>& groups) {
       if (!t.usable()) continue;
       RewardResult r = judge(config_.task.reward, g.prompt, t);
       t.score = r.score;
-      t.reward = r.score + length_penalty(t.response_length(), config_.rollout.max_new_tokens, config_.train.overlong_buffer, config_.train.overlong_factor);
+      t.reward = r.score + length_penalty(t.response_length(), config_.rollout.max_new_tokens, config_.train.overlong_buffer,
+                                          config_.train.overlong_factor);
       t.correct = r.correct;
       t.answer = std::move(r.pred);
       t.reason = reward_reason_name(r.reason);
@@ -207,7 +208,8 @@ Status Loop::advantage(std::vector<Group>& groups) {
   std::vector<int64_t> group_offsets = {0}, token_offsets = {0};
   std::vector<int32_t> mask;
   for (Group& g : groups) {
-    const auto num_usable = std::count_if(g.trajectories.begin(), g.trajectories.end(), [](const Trajectory& t) { return t.usable(); });
+    const auto num_usable =
+        std::count_if(g.trajectories.begin(), g.trajectories.end(), [](const Trajectory& t) { return t.usable(); });
     for (Trajectory& t : g.trajectories) {
       if (!t.usable()) continue;
       if (num_usable < 2 && kind != AdvantageKind::reinforce_pp) {
@@ -215,13 +217,15 @@ Status Loop::advantage(std::vector<Group>& groups) {
         t.failure = "it is the only usable sample of its group";
         continue;
       }
-      if (config_.train.mask_truncated && t.status == TrajectoryStatus::truncated) std::fill(t.mask.begin(), t.mask.end(), uint8_t{0});
+      if (config_.train.mask_truncated && t.status == TrajectoryStatus::truncated)
+        std::fill(t.mask.begin(), t.mask.end(), uint8_t{0});
       samples.push_back(&t);
       rewards.push_back(t.reward);
       mask.insert(mask.end(), t.mask.begin(), t.mask.end());
       token_offsets.push_back(static_cast<int64_t>(mask.size()));
     }
-    if (static_cast<int64_t>(samples.size()) > group_offsets.back()) group_offsets.push_back(static_cast<int64_t>(samples.size()));
+    if (static_cast<int64_t>(samples.size()) > group_offsets.back())
+      group_offsets.push_back(static_cast<int64_t>(samples.size()));
   }
 
   std::vector<float> advantages(mask.size());
@@ -307,7 +311,8 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   std::vector<GapSample> gaps;
   double logprob_sum = 0, entropy_sum = 0, count = 0;
   for (size_t i = 0; i < samples.size(); ++i) {
-    gaps.push_back({.index = samples[i].index, .rollout = samples[i].rollout_logprob, .old = old[i].logprob, .mask = samples[i].mask});
+    gaps.push_back(
+        {.index = samples[i].index, .rollout = samples[i].rollout_logprob, .old = old[i].logprob, .mask = samples[i].mask});
     for (size_t t = 0; t < samples[i].mask.size(); ++t) {
       if (samples[i].mask[t] == 0) continue;
       logprob_sum += old[i].logprob[t];
@@ -324,31 +329,16 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
 }
 
 Status Loop::compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen) {
-  for (size_t i = 0; i < samples.size(); ++i) {
-    const TrainSample& s = samples[i];
-    for (size_t t = 0; t < s.mask.size(); ++t) {
-      if (s.mask[t] == 0) continue;  // a sample without a trained token is not run
-      ++report_.compared_tokens;
-      const float trained = seen[i].logprob[t], sampled = s.rollout_logprob[t];
-      if (same_bits(trained, sampled)) continue;
-      report_.max_gap = std::max(report_.max_gap, std::abs(static_cast<double>(trained) - sampled));
-      const Mismatch mismatch{.sample_index = s.index,
-                              .tokens = s.tokens,
-                              .prompt_length = s.prompt_length,
-                              .response_token = static_cast<int64_t>(t),
-                              .temperature = s.temperature,
-                              .rollout_logprob = sampled,
-                              .train_logprob = trained};
-      return errorf("step {}: {}", state_.step + 1, diagnose_difference(policy_->context(), policy_->model(), mismatch));
-    }
-  }
-  return Status::ok();
+  const Comparison c = compare_logprobs(samples, seen);
+  report_.compared_tokens += c.num_tokens;
+  if (!c.first) return Status::ok();
+  return errorf("step {}: {}", state_.step + 1, diagnose_difference(policy_->context(), policy_->model(), *c.first));
 }
 
 Status Loop::evaluate_now() {
   std::string records;
-  Result<EvalReport> report =
-      evaluate(*policy_, eval_problems_, config_.task.reward, config_.eval, hooks_, fmt::format("step {} eval", state_.step), &records);
+  Result<EvalReport> report = evaluate(*policy_, eval_problems_, config_.task.reward, config_.eval, hooks_,
+                                       fmt::format("step {} eval", state_.step), &records);
   if (!report) return report.status();
   report_.eval_seconds += report.value().seconds;
   LOCKSTEP_RETURN_IF_ERROR(atomic_write(fmt::format("{}/evals/{}.jsonl", dir_->path(), step_name(state_.step)), records));
@@ -374,7 +364,8 @@ Status Loop::run() {
   while (state_.step < run.steps) {
     Stopwatch watch;
     const Actor& actor = policy_->actor();
-    const double forward_before = actor.forward_seconds(), backward_before = actor.backward_seconds(), optimizer_before = actor.optimizer_seconds();
+    const double forward_before = actor.forward_seconds(), backward_before = actor.backward_seconds(),
+                 optimizer_before = actor.optimizer_seconds();
     const int64_t rollout_before = report_.rollout_tokens, train_before = report_.train_tokens;
 
     Result<std::vector<Group>> made = rollout();
@@ -425,12 +416,15 @@ Status Loop::run() {
                      .add("perf/optimizer_time", actor.optimizer_seconds() - optimizer_before)
                      .add("perf/rollout_tok_per_s", rollout_rate)
                      .add("perf/actor_train_tok_per_s", train_rate));
-    const double left_s = whole.seconds() / static_cast<double>(state_.step - report_.first_step) * static_cast<double>(run.steps - state_.step);
-    hooks_.say(fmt::format("step {}/{}  reward {:.3f}  acc {:.3f}  length {:.1f}  entropy {:.3f}  loss {:+.4f}  grad {:.3f}  gap {}  "
-                           "rollout {:.0f} tok/s  train {:.0f} tok/s  {:.2f} s, {:.0f} s left",
-                           state_.step, run.steps, find_metric(metrics, "rollout/raw_reward"), find_metric(metrics, "rollout/accuracy"),
-                           find_metric(metrics, "rollout/response_len/mean"), find_metric(metrics, "rollout/entropy"), find_metric(metrics, "train/loss"),
-                           find_metric(metrics, "train/grad_norm"), find_metric(metrics, "gap/logprob_abs_diff_max"), rollout_rate, train_rate, step_s, left_s));
+    const double left_s =
+        whole.seconds() / static_cast<double>(state_.step - report_.first_step) * static_cast<double>(run.steps - state_.step);
+    hooks_.say(
+        fmt::format("step {}/{}  reward {:.3f}  acc {:.3f}  length {:.1f}  entropy {:.3f}  loss {:+.4f}  grad {:.3f}  gap {}  "
+                    "rollout {:.0f} tok/s  train {:.0f} tok/s  {:.2f} s, {:.0f} s left",
+                    state_.step, run.steps, find_metric(metrics, "rollout/raw_reward"), find_metric(metrics, "rollout/accuracy"),
+                    find_metric(metrics, "rollout/response_len/mean"), find_metric(metrics, "rollout/entropy"),
+                    find_metric(metrics, "train/loss"), find_metric(metrics, "train/grad_norm"),
+                    find_metric(metrics, "gap/logprob_abs_diff_max"), rollout_rate, train_rate, step_s, left_s));
 
     if (run.eval_every > 0 && state_.step % run.eval_every == 0) LOCKSTEP_RETURN_IF_ERROR(evaluate_now());
     if (run.checkpoint_every > 0 && state_.step % run.checkpoint_every == 0) LOCKSTEP_RETURN_IF_ERROR(save());

@@ -30,7 +30,7 @@ struct RolloutOptions {
   int64_t prompts_per_step = 16;
   int64_t samples_per_prompt = 8;
   float temperature = 1;
-  int64_t top_k = 0;   // off: see check_train_config
+  int64_t top_k = 0;  // off: see check_train_config
   float top_p = 1;
   float min_p = 0;
   int64_t max_new_tokens = 64;
@@ -45,7 +45,7 @@ struct TrainOptions {
   LossConfig loss;
   AdvantageKind advantage = AdvantageKind::grpo;
   bool mask_truncated = false;
-  int64_t overlong_buffer = 0;   // 0: no penalty
+  int64_t overlong_buffer = 0;  // 0: no penalty
   float overlong_factor = 1;
   int64_t steps_per_rollout = 1;
   int64_t microbatch_tokens = 4096;
@@ -65,12 +65,12 @@ struct LoopConfig {
 
 // Sums over the steps of this process.
 struct LoopReport {
-  int64_t first_step = 0, last_step = 0;     // steps done: (first_step, last_step]
-  int64_t compared_tokens = 0;               // whose two log-probs were compared
-  double max_gap = 0;                        // largest |trainer - sampler| over all of them
+  int64_t first_step = 0, last_step = 0;  // steps done: (first_step, last_step]
+  int64_t compared_tokens = 0;            // whose two log-probs were compared
+  double max_gap = 0;                     // largest |trainer - sampler| over all of them: a run that ends well has 0
   int64_t rollout_tokens = 0, train_tokens = 0;
   double rollout_seconds = 0, reward_seconds = 0, train_seconds = 0, eval_seconds = 0, save_seconds = 0;
-  std::string checkpoint;                    // the newest complete one
+  std::string checkpoint;  // the newest complete one
 };
 
 Result<LoopReport> run_loop(const LoopConfig& config, bool resume, const Hooks& hooks);

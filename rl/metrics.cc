@@ -45,7 +45,8 @@ void add_train_metrics(Metrics& metrics, std::span<const StepMetrics> steps) {
 }
 
 void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups) {
-  double num = 0, score = 0, reward = 0, correct = 0, truncated = 0, failed = 0, mixed = 0, num_tokens = 0, logprob = 0, advantage = 0;
+  double num = 0, score = 0, reward = 0, correct = 0, truncated = 0, failed = 0, mixed = 0, num_tokens = 0, logprob = 0,
+         advantage = 0;
   double uniform = 0, uniform_zero = 0, uniform_one = 0, num_groups = 0;
   std::vector<int64_t> lengths;
   std::vector<int32_t> versions;
@@ -118,7 +119,8 @@ void add_gap_metrics(Metrics& metrics, std::span<const GapSample> samples) {
   const GapMetrics all = gap_metrics(samples);
   if (all.logprob_abs_diff) metrics.emplace_back("train/train_rollout_logprob_abs_diff", *all.logprob_abs_diff);
   if (all.gap_k3) metrics.emplace_back("train/train_rollout_kl", *all.gap_k3);
-  for (const auto& [name, value] : all.values()) metrics.emplace_back("gap/" + (name.starts_with("gap_") ? name.substr(4) : name), value);
+  for (const auto& [name, value] : all.values())
+    metrics.emplace_back("gap/" + (name.starts_with("gap_") ? name.substr(4) : name), value);
   const std::pair<const char*, GapPart> parts[] = {{"first_token", GapPart::first_token}, {"rest", GapPart::rest}};
   for (const auto& [name, part] : parts) {
     const GapMetrics m = gap_metrics(samples, {.part = part});

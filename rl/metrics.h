@@ -1,6 +1,6 @@
 #pragma once
-// Numbers of a step under the names of rl spec 16, from records alone: the same records give the same bits. Times are kept apart (timing.jsonl).
-// A metric without data is absent.
+// Numbers of a step under the names of rl spec 16, from records alone: the same records give the same bits. Times are kept apart
+// (timing.jsonl). A metric without data is absent.
 
 #include <span>
 #include <string>

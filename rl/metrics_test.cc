@@ -55,7 +55,8 @@ TEST(Metrics, WithoutDataIsAbsent) {
 }
 
 TEST(Metrics, OptimizerStepsOfOneRollout) {
-  const std::vector<StepMetrics> steps = {{.values = {{"loss", 1.0}, {"tokens", 10}, {"lr", 0.5}}}, {.values = {{"loss", 2.0}, {"tokens", 20}, {"lr", 0.5}}}};
+  const std::vector<StepMetrics> steps = {{.values = {{"loss", 1.0}, {"tokens", 10}, {"lr", 0.5}}},
+                                          {.values = {{"loss", 2.0}, {"tokens", 20}, {"lr", 0.5}}}};
   Metrics m;
   add_train_metrics(m, steps);
   EXPECT_EQ(metrics_line(3, m), "{\"step\":3,\"train/loss\":1.5,\"train/tokens\":30,\"train/lr-pg_0\":0.5}");

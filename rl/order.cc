@@ -33,7 +33,8 @@ int64_t EpochOrder::next() {
 }
 
 void EpochOrder::restore(const OrderCursor& cursor) {
-  CHECK(cursor.epoch >= 0 && cursor.offset >= 0 && cursor.offset <= count_, "cursor {}:{} in {} rows", cursor.epoch, cursor.offset, count_);
+  CHECK(cursor.epoch >= 0 && cursor.offset >= 0 && cursor.offset <= count_, "cursor {}:{} in {} rows", cursor.epoch,
+        cursor.offset, count_);
   cursor_ = cursor;
   order_ = shuffled_order(count_, seed_, cursor.epoch);
 }

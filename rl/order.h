@@ -1,14 +1,14 @@
 #pragma once
-// In which order the rows of a data file are used: a fresh permutation for every epoch, computed from (seed, epoch) alone, so that a cursor of
-// three numbers is all that resume needs.
+// In which order the rows of a data file are used: a fresh permutation for every epoch, computed from (seed, epoch) alone, so
+// that a cursor of three numbers is all that resume needs.
 
 #include <cstdint>
 #include <vector>
 
 namespace lockstep {
 
-// Fisher-Yates from the last place down. The word for place i (count - 1 .. 1) is the next one of Philox(seed, shuffle, epoch); its partner is
-// (word * (i + 1)) >> 32.
+// Fisher-Yates from the last place down. The word for place i (count - 1 .. 1) is the next one of Philox(seed, shuffle, epoch);
+// its partner is (word * (i + 1)) >> 32.
 std::vector<uint32_t> shuffled_order(int64_t count, uint64_t seed, int64_t epoch);
 
 struct OrderCursor {
@@ -23,7 +23,7 @@ class EpochOrder {
   EpochOrder(int64_t count, uint64_t seed);  // count >= 1
   int64_t next();                            // row index
   const OrderCursor& cursor() const { return cursor_; }
-  void restore(const OrderCursor& cursor);   // REQUIRES: a cursor of an order with the same count and seed
+  void restore(const OrderCursor& cursor);  // REQUIRES: a cursor of an order with the same count and seed
   int64_t count() const { return count_; }
 
  private:

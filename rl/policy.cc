@@ -35,7 +35,8 @@ int num_threads(int asked) {
 }
 
 // Random weights, or those of a checkpoint.
-Status fill_masters(const PolicyOptions& options, const ModelConfig& config, const std::vector<TensorSpec>& table, uint64_t seed, TensorSet& masters) {
+Status fill_masters(const PolicyOptions& options, const ModelConfig& config, const std::vector<TensorSpec>& table, uint64_t seed,
+                    TensorSet& masters) {
   if (options.init == kRandom) {
     initialize_masters(config, table, masters, seed);
     return Status::ok();
@@ -47,11 +48,12 @@ Status fill_masters(const PolicyOptions& options, const ModelConfig& config, con
 
 Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
   if (tokenizer.vocab_size() > config.vocab_size) {
-    return errorf("the tokenizer has {} ids, the model's vocab_size is {}; they do not belong together", tokenizer.vocab_size(), config.vocab_size);
+    return errorf("the tokenizer has {} ids, the model's vocab_size is {}; they do not belong together", tokenizer.vocab_size(),
+                  config.vocab_size);
   }
   if (tokenizer.bos_id() != config.bos_id || tokenizer.eos_id() != config.eos_id) {
-    return errorf("the tokenizer begins with id {} and ends with id {}, config.json says bos_token_id {} and eos_token_id {}", tokenizer.bos_id(),
-                  tokenizer.eos_id(), config.bos_id, config.eos_id);
+    return errorf("the tokenizer begins with id {} and ends with id {}, config.json says bos_token_id {} and eos_token_id {}",
+                  tokenizer.bos_id(), tokenizer.eos_id(), config.bos_id, config.eos_id);
   }
   return Status::ok();
 }
@@ -65,13 +67,15 @@ Result<ModelConfig> find_model_config(const PolicyOptions& options) {
     return load_model_config(is_directory(options.config) ? options.config + "/" + kConfigFile : options.config);
   }
   if (is_directory(options.init)) return load_model_config(options.init + "/" + kConfigFile);
-  return errorf("model.config is empty and model.init is {}; name a config.json, or a checkpoint directory that holds one", options.init);
+  return errorf("model.config is empty and model.init is {}; name a config.json, or a checkpoint directory that holds one",
+                options.init);
 }
 
 Result<std::unique_ptr<Tokenizer>> find_tokenizer(const PolicyOptions& options) {
   if (options.tokenizer == "bytes") return std::unique_ptr<Tokenizer>(std::make_unique<ByteTokenizer>());
   if (!options.tokenizer.empty()) return load_tokenizer(options.tokenizer);
-  for (const std::string& path : {options.init, is_directory(options.config) ? options.config : parent_directory(options.config)}) {
+  for (const std::string& path :
+       {options.init, is_directory(options.config) ? options.config : parent_directory(options.config)}) {
     if (is_directory(path) && exists(path + "/" + kTokenizerFile)) return load_tokenizer(path);
   }
   return std::unique_ptr<Tokenizer>(std::make_unique<ByteTokenizer>());
@@ -132,11 +136,13 @@ Status Policy::save(const std::string& directory) const {
 Status Policy::load(const std::string& directory) {
   Result<ModelConfig> config = load_model_config(directory + "/" + kConfigFile);
   if (!config) return config.status();
-  if (config.value() != config_) return errorf("{}/{}: the checkpoint's model is not the one that the run describes", directory, kConfigFile);
+  if (config.value() != config_)
+    return errorf("{}/{}: the checkpoint's model is not the one that the run describes", directory, kConfigFile);
   return actor_->load(directory);
 }
 
-Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, const PolicyOptions& options, const PolicyUse& use) {
+Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, const PolicyOptions& options,
+                                                               const PolicyUse& use) {
   std::unique_ptr<ReferencePolicy> r(new ReferencePolicy);
   r->arena_ = std::make_unique<Arena>("reference weights", kArenaReserve);
   r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, *r->arena_);

@@ -1,6 +1,6 @@
 #pragma once
-// One policy in one process: the model's config, tokenizer, weights and memory, and the two users of the weights, engine and actor. Owns them all;
-// everything else in this room borrows. One thread at a time.
+// One policy in one process: the model's config, tokenizer, weights and memory, and the two users of the weights, engine and
+// actor. Owns them all; everything else in this room borrows. One thread at a time.
 
 #include <cstdint>
 #include <memory>
@@ -26,11 +26,11 @@ struct PolicyOptions {
 
 // What the policy will be used for; decides which parts are made.
 struct PolicyUse {
-  uint64_t seed = 0;            // of random weights
-  int threads = 0;              // 0: one a core
-  EngineOptions engine = {};    // max_context bounds prompt + response, in sampling and training
-  bool sample = true;           // make an engine
-  bool train = false;           // make an actor
+  uint64_t seed = 0;          // of random weights
+  int threads = 0;            // 0: one a core
+  EngineOptions engine = {};  // max_context bounds prompt + response, in sampling and training
+  bool sample = true;         // make an engine
+  bool train = false;         // make an actor
   OptimizerConfig optimizer = {};
   ActorOptions actor = {};
 };

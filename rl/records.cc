@@ -20,8 +20,8 @@ Status check_trajectory(const Trajectory& t, int64_t vocab_size) {
   if (length < 1) return errorf("the response is empty");
   const auto has_length = [&](size_t n) { return static_cast<int64_t>(n) == length; };
   if (!has_length(t.mask.size()) || !has_length(t.logprobs.size()) || !has_length(t.versions.size())) {
-    return errorf("{} response tokens with {} mask entries, {} log-probs and {} versions", length, t.mask.size(), t.logprobs.size(),
-                  t.versions.size());
+    return errorf("{} response tokens with {} mask entries, {} log-probs and {} versions", length, t.mask.size(),
+                  t.logprobs.size(), t.versions.size());
   }
   for (size_t i = 0; i < t.tokens.size(); ++i) {
     if (t.tokens[i] < 0 || t.tokens[i] >= vocab_size) {

@@ -2,8 +2,8 @@
 // Prompt, Trajectory, Group: the records that travel round the loop. Each stage fills in its part and changes no other.
 //
 //   task       Prompt      {id 12, text "3+4=", tokens {54, 46, 55, 64}, label "7"}
-//   rollout    Trajectory  {group_index 12, index 50, tokens {54, 46, 55, 64, 58, 1}, prompt_length 4, mask {1, 1}, logprobs {-0.3, -0.01},
-//                           versions {6, 6}, status completed, text "7"}
+//   rollout    Trajectory  {group_index 12, index 50, tokens {54, 46, 55, 64, 58, 1}, prompt_length 4, mask {1, 1},
+//                           logprobs {-0.3, -0.01}, versions {6, 6}, status completed, text "7"}
 //   reward                 score 1, reward 1, correct true, answer "7", reason "correct"
 //   advantage              advantage {0.66, 0.66}
 //
@@ -19,8 +19,8 @@
 namespace lockstep {
 
 struct Prompt {
-  int64_t id = 0;               // issued in ascending order, never twice in a run: the group index
-  int64_t row = 0;              // place in the data file, from 0
+  int64_t id = 0;   // issued in ascending order, never twice in a run: the group index
+  int64_t row = 0;  // place in the data file, from 0
   std::string text;
   std::vector<int32_t> tokens;
   std::string label;
@@ -31,21 +31,21 @@ const char* trajectory_status_name(TrajectoryStatus status);
 
 struct Trajectory {
   int64_t group_index = 0;
-  int64_t index = 0;             // sample id in the run: group_index * samples per prompt + place in the group
-  std::vector<int32_t> tokens;   // prompt, then response
+  int64_t index = 0;            // sample id in the run: group_index * samples per prompt + place in the group
+  std::vector<int32_t> tokens;  // prompt, then response
   int64_t prompt_length = 0;
-  std::vector<uint8_t> mask;     // [R] 1: trained
-  std::vector<float> logprobs;   // [R] of the distribution each token was drawn from
-  std::vector<int32_t> versions; // [R] policy version that drew each token
+  std::vector<uint8_t> mask;      // [R] 1: trained
+  std::vector<float> logprobs;    // [R] of the distribution each token was drawn from
+  std::vector<int32_t> versions;  // [R] policy version that drew each token
   TrajectoryStatus status = TrajectoryStatus::completed;
-  std::string failure;           // why status is failed
-  std::string text;              // the response, without a stop token
+  std::string failure;  // why status is failed
+  std::string text;     // the response, without a stop token
 
-  float score = 0;               // the grader's
-  float reward = 0;              // what training uses: the score with length shaping
-  bool correct = false;          // what accuracy and pass@k use
-  std::string answer;            // what the grader took for the answer
-  std::string reason;            // the grader's word for its verdict
+  float score = 0;       // the grader's
+  float reward = 0;      // what training uses: the score with length shaping
+  bool correct = false;  // what accuracy and pass@k use
+  std::string answer;    // what the grader took for the answer
+  std::string reason;    // the grader's word for its verdict
 
   std::vector<float> advantage;  // [R]
 
@@ -59,8 +59,9 @@ struct Group {
   std::vector<Trajectory> trajectories;  // by ascending index
 };
 
-// What every received record must satisfy (rl spec 1): lengths agree, ids lie in the vocabulary, trained log-probs are finite and not positive,
-// the response is not empty, every token has a version. A record that fails is marked failed and counted, never trained.
+// What every received record must satisfy (rl spec 1): lengths agree, ids lie in the vocabulary, trained log-probs are finite and
+// not positive, the response is not empty, every token has a version. A record that fails is marked failed and counted, never
+// trained.
 Status check_trajectory(const Trajectory& trajectory, int64_t vocab_size);
 
 }  // namespace lockstep

@@ -57,7 +57,12 @@ TEST(Records, EveryRuleCanFail) {
 TEST(Records, CompletionsBecomeTrajectories) {
   const ByteTokenizer tokenizer("ab");  // ids 3 and 4
   const Prompt prompt{.id = 7, .row = 0, .text = "a", .tokens = {0, 3}, .label = "b"};
-  Completion completion{.prompt_id = 7, .sample_idx = 2, .tokens = {4, 1}, .logprobs = {-0.1f, -0.2f}, .versions = {5, 5}, .reason = FinishReason::stop};
+  Completion completion{.prompt_id = 7,
+                        .sample_idx = 2,
+                        .tokens = {4, 1},
+                        .logprobs = {-0.1f, -0.2f},
+                        .versions = {5, 5},
+                        .reason = FinishReason::stop};
   Trajectory t = make_trajectory(prompt, completion, 4, tokenizer, 5);
   EXPECT_EQ(t.index, 30);
   EXPECT_EQ(t.tokens, (std::vector<int32_t>{0, 3, 4, 1}));

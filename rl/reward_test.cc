@@ -101,7 +101,8 @@ TEST(MathReward, Integers) {
       {"", "", false},            {"\\text{34}", "34", true},    {"{34}", "34", true},       {"34\\!", "34", true},
       {"\\left(34\\right)", "(34)", true}, {"x = 34", "34", true}, {"x+y=34", "34", false},  {"n=-7", "-7", true},
       {"34 \\text{ apples}", "34", true},  {"34%", "34", true},  {"1e3", "1000", false},     {"0x22", "34", false},
-      {"--5", "5", false},        {"5-", "5", false},            {".5", "0.5", true},        {"12345678901234567890123", "12345678901234567890123", true},
+      {"--5", "5", false},        {"5-", "5", false},            {".5", "0.5", true},
+      {"12345678901234567890123", "12345678901234567890123", true},
       {"34", "\\boxed{34}", true}, {"34", "so \\boxed{35}", false},
   };
   for (const auto& c : cases) {
@@ -167,7 +168,8 @@ TEST(MathReward, HugeAndHostileInputIsQuick) {
 
 TEST(MathReward, AnyBytesGiveAVerdict) {
   Philox rng(9, RngPurpose::test);
-  const char* pieces[] = {"\\boxed{", "}", "{", "\\frac", "\\sqrt", "1", "2", ",", ".", "/", "-", "=", "x", "\\text{ ", "$", "\\left",
+  const char* pieces[] = {"\\boxed{", "}", "{", "\\frac", "\\sqrt", "1", "2", ",", ".", "/", "-", "=", "x", "\\text{ ", "$",
+                          "\\left",
                           "\xff", " ", "\\", "%", "\\\\", "^\\circ", "{,}"};
   for (int i = 0; i < 100000; ++i) {
     std::string s, label;

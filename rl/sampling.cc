@@ -7,7 +7,8 @@
 
 namespace lockstep {
 
-Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label) {
+Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks,
+                                             const std::string& label) {
   CHECK(engine.idle(), "the engine still works on earlier requests");
   int64_t expected = 0;
   for (const Request& r : requests) {
@@ -23,7 +24,8 @@ Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Req
   const int64_t tokens_before = engine.stats().decode_tokens;
   while (engine.step()) {
     for (Completion& c : engine.take_finished()) done.push_back(std::move(c));
-    hooks.report(label, static_cast<int64_t>(done.size()), expected, static_cast<double>(engine.stats().decode_tokens - tokens_before), "tokens");
+    hooks.report(label, static_cast<int64_t>(done.size()), expected,
+                 static_cast<double>(engine.stats().decode_tokens - tokens_before), "tokens");
   }
   for (Completion& c : engine.take_finished()) done.push_back(std::move(c));
   CHECK(static_cast<int64_t>(done.size()) == expected, "{} completions of {} samples", done.size(), expected);
@@ -33,8 +35,8 @@ Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Req
   return done;
 }
 
-Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, int64_t samples_per_prompt, const Tokenizer& tokenizer,
-                           int64_t vocab_size) {
+Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, int64_t samples_per_prompt,
+                           const Tokenizer& tokenizer, int64_t vocab_size) {
   Trajectory t;
   t.group_index = prompt.id;
   t.index = prompt.id * samples_per_prompt + completion.sample_idx;

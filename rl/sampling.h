@@ -1,5 +1,6 @@
 #pragma once
-// Requests to completions: drives the engine until all are finished. Completions to trajectories: here the engine's words become the loop's.
+// Requests to completions: drives the engine until all are finished. Completions to trajectories: here the engine's words become
+// the loop's.
 
 #include <span>
 #include <string>
@@ -13,10 +14,11 @@
 namespace lockstep {
 
 // Ordered by (prompt id, sample index), whatever the order of finishing was. The engine must be idle before, and is after.
-Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label);
+Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks,
+                                             const std::string& label);
 
 // Everything is trained until a later stage says otherwise. A record that breaks a rule of check_trajectory comes back as failed.
-Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, int64_t samples_per_prompt, const Tokenizer& tokenizer,
-                           int64_t vocab_size);
+Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, int64_t samples_per_prompt,
+                           const Tokenizer& tokenizer, int64_t vocab_size);
 
 }  // namespace lockstep

@@ -52,7 +52,10 @@ Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hoo
   size_t longest = 0;
   for (const Example& e : examples) longest = std::max(longest, e.tokens.size());
 
-  PolicyUse use{.seed = static_cast<uint64_t>(config.run.seed), .threads = static_cast<int>(config.run.threads), .sample = false, .train = true};
+  PolicyUse use{.seed = static_cast<uint64_t>(config.run.seed),
+                .threads = static_cast<int>(config.run.threads),
+                .sample = false,
+                .train = true};
   use.engine.max_context = static_cast<int64_t>(longest);
   use.optimizer = config.optimizer;
   use.optimizer.lr = o.lr;
@@ -64,7 +67,8 @@ Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hoo
   if (!made) return made.status();
   Policy& policy = *made.value();
 
-  RunState state{.kind = "sft", .step = 0, .seed = config.run.seed, .num_rows = static_cast<int64_t>(examples.size()), .cursor = {}};
+  RunState state{
+      .kind = "sft", .step = 0, .seed = config.run.seed, .num_rows = static_cast<int64_t>(examples.size()), .cursor = {}};
   Result<RunDir> opened = open_run(config.run.dir, resume, config.resolved, policy, state, hooks);
   if (!opened) return opened.status();
   RunDir& dir = opened.value();

@@ -1,5 +1,6 @@
 #pragma once
-// Supervised training on {"prompt", "completion"} rows: the same actor, with the loss -log-prob over the completion and its end token.
+// Supervised training on {"prompt", "completion"} rows: the same actor, with the loss -log-prob over the completion and its end
+// token.
 
 #include <cstdint>
 #include <string>
@@ -26,14 +27,14 @@ struct SftConfig {
   SftOptions sft;
   OptimizerConfig optimizer;  // lr, schedule, warm-up and total steps come from `sft`
   ActorOptions actor;
-  std::string resolved;       // the settings, for the run directory
+  std::string resolved;  // the settings, for the run directory
 };
 
 struct SftReport {
   int64_t steps = 0, num_tokens = 0;  // of this process
   double first_loss = 0, last_loss = 0;
   double seconds = 0;
-  std::string checkpoint;             // the newest complete one
+  std::string checkpoint;  // the newest complete one
 };
 
 Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hooks);

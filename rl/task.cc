@@ -10,7 +10,8 @@ Status check_bad_rows(const PromptFile& file, float max_bad_rows) {
   return bad_rows_status(file);
 }
 
-Result<std::vector<Prompt>> load_prompts(const std::string& path, const Tokenizer& tokenizer, const TaskOptions& options, TaskCounts* counts) {
+Result<std::vector<Prompt>> load_prompts(const std::string& path, const Tokenizer& tokenizer, const TaskOptions& options,
+                                         TaskCounts* counts) {
   Result<PromptFile> file = read_prompts(path);
   if (!file) return file.status();
   LOCKSTEP_RETURN_IF_ERROR(check_bad_rows(file.value(), options.max_bad_rows));
@@ -25,16 +26,19 @@ Result<std::vector<Prompt>> load_prompts(const std::string& path, const Tokenize
       ++n.overlong_prompts;
       continue;
     }
-    prompts.push_back({.id = 0, .row = n.rows++, .text = std::move(row.prompt), .tokens = tokens.take(), .label = std::move(row.label)});
+    prompts.push_back(
+        {.id = 0, .row = n.rows++, .text = std::move(row.prompt), .tokens = tokens.take(), .label = std::move(row.label)});
   }
   if (prompts.empty()) {
-    return errorf("{}: no usable prompt ({} are longer than task.max_prompt_tokens = {})", path, n.overlong_prompts, options.max_prompt_tokens);
+    return errorf("{}: no usable prompt ({} are longer than task.max_prompt_tokens = {})", path, n.overlong_prompts,
+                  options.max_prompt_tokens);
   }
   if (counts != nullptr) *counts = n;
   return prompts;
 }
 
-Task::Task(std::vector<Prompt> prompts, uint64_t seed) : prompts_(std::move(prompts)), order_(static_cast<int64_t>(prompts_.size()), seed) {}
+Task::Task(std::vector<Prompt> prompts, uint64_t seed)
+    : prompts_(std::move(prompts)), order_(static_cast<int64_t>(prompts_.size()), seed) {}
 
 Prompt Task::next() {
   const int64_t id = order_.cursor().issued;

@@ -1,5 +1,6 @@
 #pragma once
-// What is asked and how answers are judged: data files to prompts, prompts in the order of a run, and the grader that a run has chosen.
+// What is asked and how answers are judged: data files to prompts, prompts in the order of a run, and the grader that a run has
+// chosen.
 
 #include <cstdint>
 #include <string>
@@ -24,14 +25,15 @@ struct TaskOptions {
 };
 
 struct TaskCounts {
-  int64_t rows = 0;               // usable
+  int64_t rows = 0;  // usable
   int64_t bad_rows = 0;
   int64_t overlong_prompts = 0;   // dropped
   int64_t duplicate_prompts = 0;  // kept
 };
 
 // The usable rows of `path` as prompts, in the file's order; `row` counts them, ids are 0. Errors: too many bad rows, none left.
-Result<std::vector<Prompt>> load_prompts(const std::string& path, const Tokenizer& tokenizer, const TaskOptions& options, TaskCounts* counts);
+Result<std::vector<Prompt>> load_prompts(const std::string& path, const Tokenizer& tokenizer, const TaskOptions& options,
+                                         TaskCounts* counts);
 
 // Bad rows up to the tolerated share are counted; more are an error that lists them.
 Status check_bad_rows(const PromptFile& file, float max_bad_rows);

@@ -14,7 +14,8 @@ namespace {
 
 std::vector<Prompt> numbered(int64_t count) {
   std::vector<Prompt> prompts;
-  for (int64_t i = 0; i < count; ++i) prompts.push_back({.id = 0, .row = i, .text = std::to_string(i), .tokens = {0, static_cast<int32_t>(i)}, .label = ""});
+  for (int64_t i = 0; i < count; ++i)
+    prompts.push_back({.id = 0, .row = i, .text = std::to_string(i), .tokens = {0, static_cast<int32_t>(i)}, .label = ""});
   return prompts;
 }
 
@@ -36,7 +37,8 @@ TEST(Order, DependsOnSeedAndEpochAlone) {
   EXPECT_NE(shuffled_order(100, 1, 2), shuffled_order(100, 2, 2));
 }
 
-// Each of 6 permutations of 3 rows over 6000 epochs: 1000 expected, standard deviation sqrt(6000 * 1/6 * 5/6) = 29; 6 of them is 174.
+// Each of 6 permutations of 3 rows over 6000 epochs: 1000 expected, standard deviation sqrt(6000 * 1/6 * 5/6) = 29; 6 of them is
+// 174.
 TEST(Order, IsUniform) {
   std::map<std::vector<uint32_t>, int> counts;
   for (int epoch = 0; epoch < 6000; ++epoch) ++counts[shuffled_order(3, 9, epoch)];
@@ -84,7 +86,8 @@ TEST(Task, ResumesAtTheNextPromptFromEveryPosition) {
 class TaskFile : public ::testing::Test {
  protected:
   void SetUp() override {
-    path_ = std::filesystem::temp_directory_path() / fmt::format("task_test_{}.jsonl", ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    path_ = std::filesystem::temp_directory_path() /
+            fmt::format("task_test_{}.jsonl", ::testing::UnitTest::GetInstance()->current_test_info()->name());
   }
   void TearDown() override { std::filesystem::remove(path_); }
   Result<std::vector<Prompt>> load(const std::string& text, const TaskOptions& options, TaskCounts* counts) {

@@ -26,10 +26,11 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 int64_t page_count(const EngineOptions& o, int64_t page_tokens) {
   CHECK(o.max_running >= 1 && o.max_context >= 2, "{} running samples of {} positions", o.max_running, o.max_context);
-  // The prompt that waits for its samples has a slot beside the running ones (scheduler.h), so it is given pages like one more sample.
+  // The prompt that waits for its samples has a slot beside the running ones (scheduler.h) and is given pages like one more.
   const int64_t per_sequence = (o.max_context + page_tokens - 1) / page_tokens;
   const int64_t pages = o.num_pages > 0 ? o.num_pages : (o.max_running + 1) * per_sequence;
-  CHECK(pages > per_sequence, "{} pages of {} positions: a context of {} may need {}", pages, page_tokens, o.max_context, per_sequence + 1);
+  CHECK(pages > per_sequence, "{} pages of {} positions: a context of {} may need {}", pages, page_tokens, o.max_context,
+        per_sequence + 1);
   return pages;
 }
 
@@ -47,12 +48,15 @@ struct Engine::Impl {
 
   Impl(Context& c, const Model& model, const EngineOptions& options, Arena& arena)
       : c(c), model(model), config(model.weights->config()), options(options), page_tokens(default_page_tokens(config)),
-        num_pages(page_count(options, page_tokens)), pages(options.max_running + 1, num_pages, page_tokens, options.max_context),
+        num_pages(page_count(options, page_tokens)),
+        pages(options.max_running + 1, num_pages, page_tokens, options.max_context),
         scheduler(pages, options.max_running, options.max_batch_tokens),
-        state(config, model.weights->numerics(), options.max_running + 1, num_pages, page_tokens, arena), builder(config, page_tokens),
+        state(config, model.weights->numerics(), options.max_running + 1, num_pages, page_tokens, arena),
+        builder(config, page_tokens),
         kept_hidden(arena.tensor(model.weights->dtype(), {1, config.hidden_size}, "engine.kept_hidden")) {
     CHECK(options.max_context <= config.max_positions && options.max_context <= model.rope.window.rows(),
-          "a context of {} for a model of {} positions with rotations for {}", options.max_context, config.max_positions, model.rope.window.rows());
+          "a context of {} for a model of {} positions with rotations for {}", options.max_context, config.max_positions,
+          model.rope.window.rows());
     const size_t sequences = static_cast<size_t>(options.max_running + 1);
     running.resize(sequences);
     rows.reserve(sequences);
@@ -105,28 +109,34 @@ Status Engine::Impl::submit(Request request) {
   if (request.prompt.empty()) return errorf("prompt {}: the prompt is empty; it needs at least one token", request.prompt_id);
   for (size_t i = 0; i < request.prompt.size(); ++i)
     if (!in_vocabulary(request.prompt[i]))
-      return errorf("prompt {}: token {} at position {} is outside the vocabulary of {}", request.prompt_id, request.prompt[i], i, config.vocab_size);
-  if (request.num_samples < 1 || request.first_sample < 0 || request.num_samples - 1 > std::numeric_limits<int32_t>::max() - request.first_sample)
-    return errorf("prompt {}: {} samples from index {}; at least one sample and indices from 0 are needed", request.prompt_id, request.num_samples,
-                  request.first_sample);
+      return errorf("prompt {}: token {} at position {} is outside the vocabulary of {}", request.prompt_id, request.prompt[i], i,
+                    config.vocab_size);
+  if (request.num_samples < 1 || request.first_sample < 0 ||
+      request.num_samples - 1 > std::numeric_limits<int32_t>::max() - request.first_sample)
+    return errorf("prompt {}: {} samples from index {}; at least one sample and indices from 0 are needed", request.prompt_id,
+                  request.num_samples, request.first_sample);
   if (s.max_new_tokens < 1 || s.min_new_tokens < 0 || s.min_new_tokens > s.max_new_tokens)
-    return errorf("prompt {}: min_new_tokens {} and max_new_tokens {}; wanted 0 <= min <= max and max >= 1", request.prompt_id, s.min_new_tokens,
-                  s.max_new_tokens);
+    return errorf("prompt {}: min_new_tokens {} and max_new_tokens {}; wanted 0 <= min <= max and max >= 1", request.prompt_id,
+                  s.min_new_tokens, s.max_new_tokens);
   if (s.max_new_tokens > options.max_context - prompt_tokens)
-    return errorf("prompt {}: {} prompt tokens and max_new_tokens {} exceed the context of {}", request.prompt_id, prompt_tokens, s.max_new_tokens,
-                  options.max_context);
+    return errorf("prompt {}: {} prompt tokens and max_new_tokens {} exceed the context of {}", request.prompt_id, prompt_tokens,
+                  s.max_new_tokens, options.max_context);
   if (!(std::isfinite(s.temperature) && s.temperature >= 0.0f))
     return errorf("prompt {}: temperature {}; wanted a finite number >= 0 (0 is greedy)", request.prompt_id, s.temperature);
-  if (!(s.top_p > 0.0f && s.top_p <= 1.0f)) return errorf("prompt {}: top_p {}; wanted 0 < top_p <= 1 (1 is off)", request.prompt_id, s.top_p);
-  if (!(s.min_p >= 0.0f && s.min_p <= 1.0f)) return errorf("prompt {}: min_p {}; wanted 0 <= min_p <= 1 (0 is off)", request.prompt_id, s.min_p);
+  if (!(s.top_p > 0.0f && s.top_p <= 1.0f))
+    return errorf("prompt {}: top_p {}; wanted 0 < top_p <= 1 (1 is off)", request.prompt_id, s.top_p);
+  if (!(s.min_p >= 0.0f && s.min_p <= 1.0f))
+    return errorf("prompt {}: min_p {}; wanted 0 <= min_p <= 1 (0 is off)", request.prompt_id, s.min_p);
   for (int32_t id : s.stop_ids)
-    if (!in_vocabulary(id)) return errorf("prompt {}: stop id {} is outside the vocabulary of {}", request.prompt_id, id, config.vocab_size);
+    if (!in_vocabulary(id))
+      return errorf("prompt {}: stop id {} is outside the vocabulary of {}", request.prompt_id, id, config.vocab_size);
   if (s.min_new_tokens > 0 && s.stop_ids.size() > 1)
-    return errorf("prompt {}: min_new_tokens {} with {} stop ids; at most one can be held back", request.prompt_id, s.min_new_tokens,
-                  s.stop_ids.size());
+    return errorf("prompt {}: min_new_tokens {} with {} stop ids; at most one can be held back", request.prompt_id,
+                  s.min_new_tokens, s.stop_ids.size());
 
   const int64_t id = next_request++;
-  scheduler.submit({.request = id, .prompt_tokens = prompt_tokens, .max_new_tokens = s.max_new_tokens, .num_samples = request.num_samples});
+  scheduler.submit(
+      {.request = id, .prompt_tokens = prompt_tokens, .max_new_tokens = s.max_new_tokens, .num_samples = request.num_samples});
   requests.emplace(id, Active{.request = std::move(request)});
   return Status::ok();
 }
@@ -137,13 +147,15 @@ TensorView Engine::Impl::run_forward(const Plan& plan) {
   for (const PlannedRows& r : plan.rows) {
     std::span<const int32_t> tokens;
     if (r.prompt) {
-      tokens = std::span(requests.at(r.request).request.prompt).subspan(static_cast<size_t>(r.first_position), static_cast<size_t>(r.count));
+      tokens = std::span(requests.at(r.request).request.prompt)
+                   .subspan(static_cast<size_t>(r.first_position), static_cast<size_t>(r.count));
       stats.prefill_tokens += r.count;
     } else {
       tokens = std::span(running[static_cast<size_t>(r.slot)].completion.tokens).last(1);
     }
     const size_t covering = static_cast<size_t>(pages.pages_for(r.first_position + r.count));
-    rows.push_back({.tokens = tokens, .first_position = r.first_position, .slot = r.slot, .pages = pages.pages(r.slot).first(covering)});
+    rows.push_back(
+        {.tokens = tokens, .first_position = r.first_position, .slot = r.slot, .pages = pages.pages(r.slot).first(covering)});
   }
 
   const int64_t num_draws = static_cast<int64_t>(plan.draws.size());

@@ -1,5 +1,6 @@
-// The engine on a small model of every layer kind. What a sample says must not depend on how it was run: the reference is a generator that knows
-// no state, no batch and no engine, and runs the whole sequence again for every token. All comparisons are of bits.
+// The engine on a small model of every layer kind. What a sample says must not depend on how it was run: the reference is a
+// generator that knows no state, no batch and no engine, and runs the whole sequence again for every token. All comparisons are
+// of bits.
 
 #include "rollout/engine.h"
 
@@ -65,7 +66,10 @@ ModelConfig small_config() {
 
 struct World {
   explicit World(Numerics numerics = Numerics::f32, int threads = 1)
-      : context(threads, size_t{1} << 30), arena("test.model", size_t{1} << 28), config(small_config()), weights(config, numerics, arena) {
+      : context(threads, size_t{1} << 30),
+        arena("test.model", size_t{1} << 28),
+        config(small_config()),
+        weights(config, numerics, arena) {
     const Status s = check_model_config(config, "test");
     CHECK(s.is_ok(), "{}", s.message());
     masters = make_tensor_set(weights.table(), arena, [](const TensorSpec&) { return true; });
@@ -86,7 +90,8 @@ struct World {
 };
 
 struct EngineUnderTest {
-  EngineUnderTest(World& w, const EngineOptions& o) : arena("test.state", size_t{1} << 30), engine(w.context, w.model, o, arena) {}
+  EngineUnderTest(World& w, const EngineOptions& o)
+      : arena("test.state", size_t{1} << 30), engine(w.context, w.model, o, arena) {}
   Engine* operator->() { return &engine; }
   Arena arena;
   Engine engine;
@@ -223,7 +228,8 @@ TEST_P(EngineNumerics, SaysWhatRunningEverySampleAloneFromTheStartSays) {
   const Results engine = run_all(w, {.max_running = 6, .max_batch_tokens = 48, .max_context = kContext}, requests);
   Results plain;
   for (const Request& r : requests)
-    for (int32_t i = 0; i < r.num_samples; ++i) plain[{r.prompt_id, r.first_sample + i}] = generate_plainly(w, r, r.first_sample + i);
+    for (int32_t i = 0; i < r.num_samples; ++i)
+      plain[{r.prompt_id, r.first_sample + i}] = generate_plainly(w, r, r.first_sample + i);
   expect_same(plain, engine);
   // The comparison means something only if contexts, samples and reasons differ.
   EXPECT_NE(engine.at({11, 0}).tokens, engine.at({11, 1}).tokens);
@@ -239,11 +245,13 @@ TEST_P(EngineNumerics, ResultsDoNotDependOnHowSamplesAreBatched) {
     int64_t max_running, max_batch_tokens, num_pages;
     int threads;
   };
-  for (const Case& k : {Case{1, 1, 0, 1}, Case{1, 4096, 4, 2}, Case{2, 7, 4, 1}, Case{3, 2, 6, 1}, Case{4, 33, 9, 3}, Case{64, 4096, 0, 2}}) {
-    SCOPED_TRACE(std::to_string(k.max_running) + " running, " + std::to_string(k.max_batch_tokens) + " rows, " + std::to_string(k.num_pages) +
-                 " pages, " + std::to_string(k.threads) + " threads");
+  for (const Case& k :
+       {Case{1, 1, 0, 1}, Case{1, 4096, 4, 2}, Case{2, 7, 4, 1}, Case{3, 2, 6, 1}, Case{4, 33, 9, 3}, Case{64, 4096, 0, 2}}) {
+    SCOPED_TRACE(std::to_string(k.max_running) + " running, " + std::to_string(k.max_batch_tokens) + " rows, " +
+                 std::to_string(k.num_pages) + " pages, " + std::to_string(k.threads) + " threads");
     World w(GetParam(), k.threads);
-    const EngineOptions o{.max_running = k.max_running, .max_batch_tokens = k.max_batch_tokens, .max_context = kContext, .num_pages = k.num_pages};
+    const EngineOptions o{
+        .max_running = k.max_running, .max_batch_tokens = k.max_batch_tokens, .max_context = kContext, .num_pages = k.num_pages};
     expect_same(expected, run_all(w, o, requests));
   }
 }
@@ -295,7 +303,8 @@ TEST(Engine, GreedyTakesTheMostLikelyTokenForEverySample) {
   BatchBuilder builder(w.config, 64);
   const std::vector<int32_t> pages = {0};
   const std::vector<SequenceRows> rows = {{.tokens = r.prompt, .first_position = 0, .slot = -1, .pages = pages}};
-  const TensorView hidden = forward(w.context, w.model, builder.build(w.context.workspace(), rows, WantedRows::last_of_each), state, nullptr);
+  const TensorView hidden =
+      forward(w.context, w.model, builder.build(w.context.workspace(), rows, WantedRows::last_of_each), state, nullptr);
   const TensorView logits = w.context.workspace().tensor(DType::f32, {1, 50}, "test.logits");
   matmul(w.context, logits, hidden, w.weights.tensors().head);
   EXPECT_EQ(got.at({20, 0}).tokens[0], std::max_element(logits.ptr<float>(), logits.ptr<float>() + 50) - logits.ptr<float>());
@@ -313,7 +322,8 @@ TEST(Engine, StopIdsEndASampleAndMinNewTokensHoldThemBack) {
   for (size_t i = 0; i < 6; ++i) {
     Request stopped = r;
     stopped.sampling.stop_ids = {free.tokens[i]};
-    const size_t first = static_cast<size_t>(std::find(free.tokens.begin(), free.tokens.end(), stopped.sampling.stop_ids[0]) - free.tokens.begin());
+    const size_t first = static_cast<size_t>(std::find(free.tokens.begin(), free.tokens.end(), stopped.sampling.stop_ids[0]) -
+                                             free.tokens.begin());
     const Completion got = run_all(w, o, {stopped}).at({30, 0});
     EXPECT_EQ(got.reason, FinishReason::stop);
     EXPECT_EQ(got.tokens, std::vector<int32_t>(free.tokens.begin(), free.tokens.begin() + static_cast<int64_t>(first) + 1));

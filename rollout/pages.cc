@@ -5,8 +5,8 @@
 namespace lockstep {
 
 Pages::Pages(int64_t num_slots, int64_t num_pages, int64_t page_tokens, int64_t max_positions) : page_tokens_(page_tokens) {
-  CHECK(num_slots >= 1 && num_pages >= 0 && page_tokens >= 1 && max_positions >= 1, "{} slots, {} pages of {} positions, sequences of {} positions",
-        num_slots, num_pages, page_tokens, max_positions);
+  CHECK(num_slots >= 1 && num_pages >= 0 && page_tokens >= 1 && max_positions >= 1,
+        "{} slots, {} pages of {} positions, sequences of {} positions", num_slots, num_pages, page_tokens, max_positions);
   max_pages_ = pages_for(max_positions);
   table_.resize(static_cast<size_t>(num_slots * max_pages_), -1);
   page_count_.resize(static_cast<size_t>(num_slots), -1);
@@ -35,7 +35,8 @@ int32_t Pages::take_page() {
 }
 
 int32_t Pages::open(int64_t positions) {
-  CHECK(positions >= 0 && pages_for(positions) <= max_pages_, "{} positions in a table of {} pages of {}", positions, max_pages_, page_tokens_);
+  CHECK(positions >= 0 && pages_for(positions) <= max_pages_, "{} positions in a table of {} pages of {}", positions, max_pages_,
+        page_tokens_);
   if (free_slots() < 1 || free_pages() < pages_for(positions)) return -1;
   const int32_t slot = take_slot();
   extend(slot, positions);
@@ -53,10 +54,10 @@ bool Pages::extend(int32_t slot, int64_t positions) {
 
 Fork Pages::fork(int32_t from, int64_t shared, int64_t positions) {
   check_open(from);
-  CHECK(shared >= 0 && shared <= positions && pages_for(positions) <= max_pages_, "a fork of {} shared of {} positions in a table of {} pages of {}",
-        shared, positions, max_pages_, page_tokens_);
-  CHECK(pages_for(shared) <= page_count_[static_cast<size_t>(from)], "slot {} has {} pages, a fork wants the first {} positions of it", from,
-        page_count_[static_cast<size_t>(from)], shared);
+  CHECK(shared >= 0 && shared <= positions && pages_for(positions) <= max_pages_,
+        "a fork of {} shared of {} positions in a table of {} pages of {}", shared, positions, max_pages_, page_tokens_);
+  CHECK(pages_for(shared) <= page_count_[static_cast<size_t>(from)],
+        "slot {} has {} pages, a fork wants the first {} positions of it", from, page_count_[static_cast<size_t>(from)], shared);
   const int64_t full = shared / page_tokens_;
   if (free_slots() < 1 || free_pages() < pages_for(positions) - full) return {};
   const int32_t slot = take_slot();

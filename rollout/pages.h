@@ -1,11 +1,11 @@
 #pragma once
-// Who owns which slot and which page of sequence state. Bookkeeping alone: the storage is model/state.h's, and the caller does the copies that a
-// fork asks for.
+// Who owns which slot and which page of sequence state. Bookkeeping alone: the storage is model/state.h's, and the caller does
+// the copies that a fork asks for.
 //
-// A sequence is named by its slot. It takes all the pages it will ever need when it is opened, forked or extended, so nothing can run out later.
-// A fork continues from the first `shared` positions of another sequence: pages that lie fully below `shared` have no writer any more and are
-// shared by reference count; the page that `shared` cuts gets a copy, because both sequences go on writing into it.
-// Every call takes everything it needs or nothing.
+// A sequence is named by its slot. It takes all the pages it will ever need when it is opened, forked or extended, so nothing can
+// run out later. A fork continues from the first `shared` positions of another sequence: pages that lie fully below `shared` have
+// no writer any more and are shared by reference count; the page that `shared` cuts gets a copy, because both sequences go on
+// writing into it. Every call takes everything it needs or nothing.
 
 #include <cstdint>
 #include <span>
@@ -52,10 +52,10 @@ class Pages {
   int32_t* row(int32_t slot) { return table_.data() + slot * max_pages_; }
 
   int64_t page_tokens_;
-  int64_t max_pages_;                // of one sequence
-  std::vector<int32_t> table_;       // [num_slots, max_pages]
-  std::vector<int64_t> page_count_;  // by slot; -1: the slot is free
-  std::vector<int32_t> references_;  // by page; 0: the page is free
+  int64_t max_pages_;                             // of one sequence
+  std::vector<int32_t> table_;                    // [num_slots, max_pages]
+  std::vector<int64_t> page_count_;               // by slot; -1: the slot is free
+  std::vector<int32_t> references_;               // by page; 0: the page is free
   std::vector<int32_t> free_slots_, free_pages_;  // stacks
 };
 

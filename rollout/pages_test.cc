@@ -141,7 +141,8 @@ TEST(Pages, RandomCallsNeverLoseOrDoubleAPage) {
           ASSERT_FALSE(model.contains(f.slot));
           model[f.slot] = list(p, f.slot);
           ASSERT_EQ(model[f.slot].size(), static_cast<size_t>(need(positions)));
-          for (int64_t k = 0; k < full; ++k) ASSERT_EQ(model[f.slot][static_cast<size_t>(k)], model[from][static_cast<size_t>(k)]);
+          for (int64_t k = 0; k < full; ++k)
+            ASSERT_EQ(model[f.slot][static_cast<size_t>(k)], model[from][static_cast<size_t>(k)]);
           ASSERT_EQ(f.page.from, shared % page_tokens ? model[from][static_cast<size_t>(full)] : -1);
           ASSERT_EQ(f.page.to, shared % page_tokens ? model[f.slot][static_cast<size_t>(full)] : -1);
         }

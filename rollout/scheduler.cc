@@ -9,7 +9,8 @@ namespace lockstep {
 Scheduler::Scheduler(Pages& pages, int64_t max_running, int64_t max_batch_tokens)
     : pages_(pages), max_running_(max_running), max_batch_tokens_(max_batch_tokens) {
   CHECK(max_running >= 1 && max_batch_tokens >= 1, "{} running samples, {} rows a forward", max_running, max_batch_tokens);
-  CHECK(pages.num_slots() > max_running, "{} running samples need {} slots, there are {}", max_running, max_running + 1, pages.num_slots());
+  CHECK(pages.num_slots() > max_running, "{} running samples need {} slots, there are {}", max_running, max_running + 1,
+        pages.num_slots());
   const size_t sequences = static_cast<size_t>(max_running + 1);
   prompts_.reserve(sequences);
   samples_.reserve(sequences);
@@ -19,10 +20,11 @@ Scheduler::Scheduler(Pages& pages, int64_t max_running, int64_t max_batch_tokens
 
 void Scheduler::submit(const Work& work) {
   const int64_t most = (work.prompt_tokens + work.max_new_tokens + pages_.page_tokens() - 1) / pages_.page_tokens() + 1;
-  CHECK(work.prompt_tokens >= 1 && work.max_new_tokens >= 1 && work.num_samples >= 1, "request {}: {} prompt tokens, {} new tokens, {} samples",
-        work.request, work.prompt_tokens, work.max_new_tokens, work.num_samples);
-  CHECK(most <= pages_.num_pages(), "request {} of {} + {} tokens may need {} pages of {}, there are {}", work.request, work.prompt_tokens,
-        work.max_new_tokens, most, pages_.page_tokens(), pages_.num_pages());
+  CHECK(work.prompt_tokens >= 1 && work.max_new_tokens >= 1 && work.num_samples >= 1,
+        "request {}: {} prompt tokens, {} new tokens, {} samples", work.request, work.prompt_tokens, work.max_new_tokens,
+        work.num_samples);
+  CHECK(most <= pages_.num_pages(), "request {} of {} + {} tokens may need {} pages of {}, there are {}", work.request,
+        work.prompt_tokens, work.max_new_tokens, most, pages_.page_tokens(), pages_.num_pages());
   waiting_.push_back(work);
 }
 
@@ -72,7 +74,8 @@ const Plan& Scheduler::next() {
     if (!s.started || left == 0) break;
     const int32_t rows = static_cast<int32_t>(plan_.rows.size());
     plan_.rows.push_back({.request = s.request, .slot = s.slot, .prompt = false, .first_position = s.position, .count = 1});
-    plan_.draws.push_back({.request = s.request, .sample = s.sample, .slot = s.slot, .rows = rows, .first = false, .copy_from = -1, .page = {}});
+    plan_.draws.push_back(
+        {.request = s.request, .sample = s.sample, .slot = s.slot, .rows = rows, .first = false, .copy_from = -1, .page = {}});
     ++s.position;
     --left;
   }
@@ -92,8 +95,8 @@ const Plan& Scheduler::next() {
     if (s.started) continue;
     while (prompt->work.request != s.request) ++prompt;
     if (!prompt->ran()) break;
-    plan_.draws.push_back({.request = s.request, .sample = s.sample, .slot = s.slot, .rows = prompt->rows, .first = true, .copy_from = s.copy_from,
-                           .page = s.page});
+    plan_.draws.push_back({.request = s.request, .sample = s.sample, .slot = s.slot, .rows = prompt->rows, .first = true,
+                           .copy_from = s.copy_from, .page = s.page});
     s.started = true;
   }
   if (!prompts_.empty() && prompts_.back().ran() && !prompts_.back().complete()) plan_.keep = prompts_.back().rows;

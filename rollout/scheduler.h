@@ -1,14 +1,15 @@
 #pragma once
-// Which rows of which sequences the next forward runs, and which samples draw a token from it. Pure: it knows lengths, not tokens, and touches
-// no state; it owns slots and pages through Pages.
+// Which rows of which sequences the next forward runs, and which samples draw a token from it. Pure: it knows lengths, not
+// tokens, and touches no state; it owns slots and pages through Pages.
 //
-// A request's prompt is a sequence with a slot of its own. Its samples fork from it in order; the last one to be admitted takes the prompt's
-// sequence over instead of copying it. A request whose samples do not all fit therefore keeps its prompt until they did: the prompt is never run
-// twice. Requests are admitted one after the other, so at most one prompt waits for its samples, and max_running + 1 slots are enough.
+// A request's prompt is a sequence with a slot of its own. Its samples fork from it in order; the last one to be admitted takes
+// the prompt's sequence over instead of copying it. A request whose samples do not all fit therefore keeps its prompt until they
+// did: the prompt is never run twice. Requests are admitted one after the other, so at most one prompt waits for its samples, and
+// max_running + 1 slots are enough.
 //
-// Why nothing can wait for ever: an admitted sample holds all it needs. The one prompt that waits holds its own pages and no sample waits for
-// them, so at the latest when every admitted sample has finished the next one fits, provided that there is one page more than a sequence of the
-// greatest length needs (the copy of the page in which the prompt ends).
+// Why nothing can wait for ever: an admitted sample holds all it needs. The one prompt that waits holds its own pages and no
+// sample waits for them, so at the latest when every admitted sample has finished the next one fits, provided that there is one
+// page more than a sequence of the greatest length needs (the copy of the page in which the prompt ends).
 //
 // Rows: one of every running sample, oldest first, then the prompts' rows, oldest first, as far as max_batch_tokens reaches.
 
@@ -40,9 +41,9 @@ struct PlannedDraw {
   int64_t request = 0;
   int32_t sample = 0;  // 0 .. num_samples - 1
   int32_t slot = -1;
-  int32_t rows = -1;        // the draw is from the last row of Plan::rows[rows]; -1: from the last row of the kept prompt, which ran earlier
-  bool first = false;       // the sample's first token
-  int32_t copy_from = -1;   // after this forward `slot` becomes a copy of this slot, and page.to one of page.from; -1: nothing to copy
+  int32_t rows = -1;       // drawn from the last row of Plan::rows[rows]; -1: of the kept prompt, which ran earlier
+  bool first = false;      // the sample's first token
+  int32_t copy_from = -1;  // after this forward `slot` becomes a copy of this slot and page.to of page.from; -1: nothing to copy
   PageCopy page;
 };
 
@@ -58,7 +59,8 @@ class Scheduler {
   Scheduler(Pages& pages, int64_t max_running, int64_t max_batch_tokens);
 
   void submit(const Work& work);
-  // Admits what fits and plans one forward, which the caller then runs. Unless idle() there are rows or draws. Valid until the next call.
+  // Admits what fits and plans one forward, which the caller then runs. Unless idle() there are rows or draws. Valid until the
+  // next call.
   const Plan& next();
   // A sample that drew its last token; its slot and pages are free from now on.
   void finish(int32_t slot);

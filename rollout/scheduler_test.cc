@@ -1,5 +1,5 @@
-// The scheduler against a simulated model: every row that is run must find in its slot and pages exactly the rows before it, whatever the
-// workload. And: budgets hold, order is kept, all finishes, nothing leaks.
+// The scheduler against a simulated model: every row that is run must find in its slot and pages exactly the rows before it,
+// whatever the workload. And: budgets hold, order is kept, all finishes, nothing leaks.
 
 #include "rollout/scheduler.h"
 
@@ -27,7 +27,8 @@ struct Written {
 
 // State as the model keeps it: a slot knows its last row (constant size), pages know every position.
 struct FakeState {
-  FakeState(const Pages& p) : pages(p), slots(static_cast<size_t>(p.num_slots())), store(static_cast<size_t>(p.num_pages() * p.page_tokens())) {}
+  FakeState(const Pages& p)
+      : pages(p), slots(static_cast<size_t>(p.num_slots())), store(static_cast<size_t>(p.num_pages() * p.page_tokens())) {}
   Written& at(int32_t slot, int64_t position) {
     const int32_t page = pages.pages(slot)[static_cast<size_t>(position / pages.page_tokens())];
     return store[static_cast<size_t>(page * pages.page_tokens() + position % pages.page_tokens())];
@@ -42,11 +43,15 @@ struct FakeState {
 
 struct Driver {
   Driver(int64_t max_running, int64_t max_batch_tokens, int64_t num_pages, int64_t page_tokens, int64_t max_positions)
-      : max_running(max_running), max_batch_tokens(max_batch_tokens), pages(max_running + 1, num_pages, page_tokens, max_positions),
-        state(pages), scheduler(pages, max_running, max_batch_tokens) {}
+      : max_running(max_running),
+        max_batch_tokens(max_batch_tokens),
+        pages(max_running + 1, num_pages, page_tokens, max_positions),
+        state(pages),
+        scheduler(pages, max_running, max_batch_tokens) {}
 
   void submit(int64_t prompt_tokens, int64_t max_new_tokens, int32_t num_samples) {
-    const Work w{.request = next_request++, .prompt_tokens = prompt_tokens, .max_new_tokens = max_new_tokens, .num_samples = num_samples};
+    const Work w{
+        .request = next_request++, .prompt_tokens = prompt_tokens, .max_new_tokens = max_new_tokens, .num_samples = num_samples};
     work.push_back(w);
     scheduler.submit(w);
     for (int32_t s = 0; s < num_samples; ++s) waiting.emplace_back(w.request, s);
@@ -144,7 +149,8 @@ struct Driver {
       if (r.first_position > 0) {
         ASSERT_EQ(state.slots[static_cast<size_t>(r.slot)], writer(r.first_position - 1));
       }
-      for (int64_t p = 0; p < r.first_position; ++p) ASSERT_EQ(state.at(r.slot, p), writer(p)) << "position " << p << " of slot " << r.slot;
+      for (int64_t p = 0; p < r.first_position; ++p)
+        ASSERT_EQ(state.at(r.slot, p), writer(p)) << "position " << p << " of slot " << r.slot;
       // What it writes; a page that another sequence reads has no writer.
       for (int64_t p = r.first_position; p < r.first_position + r.count; ++p) {
         if (!r.prompt) {
@@ -196,7 +202,8 @@ TEST(Scheduler, RandomWorkloadsFinishInOrderWithinBudgetAndLeakNothing) {
     const int requests = 1 + static_cast<int>(rng.below(12));
     const auto length = [&](int64_t request, int32_t sample) {
       const int64_t most = d.work[static_cast<size_t>(request)].max_new_tokens;
-      const PhiloxBlock r = philox(seed, RngPurpose::test, static_cast<uint64_t>(request) + 1000, static_cast<uint32_t>(sample), 0);
+      const PhiloxBlock r =
+          philox(seed, RngPurpose::test, static_cast<uint64_t>(request) + 1000, static_cast<uint32_t>(sample), 0);
       return r[0] % 2 ? most : 1 + static_cast<int64_t>(r[1] % static_cast<uint32_t>(most));  // half end early
     };
     int64_t tokens = 0, prompt_tokens = 0, samples = 0, forks = 0;
@@ -231,7 +238,8 @@ TEST(Scheduler, ClearAtAnyTimeFreesEverything) {
     Driver d(1 + rng.below(4), 1 + rng.below(20), 8 + rng.below(10), 4, 24);
     for (int i = 0; i < 6; ++i) d.submit(1 + rng.below(16), 1 + rng.below(8), 1 + static_cast<int32_t>(rng.below(6)));
     const uint32_t steps = rng.below(20);
-    for (uint32_t i = 0; i < steps && !d.scheduler.idle(); ++i) d.step([&](int64_t r, int32_t) { return d.work[static_cast<size_t>(r)].max_new_tokens; });
+    for (uint32_t i = 0; i < steps && !d.scheduler.idle(); ++i)
+      d.step([&](int64_t r, int32_t) { return d.work[static_cast<size_t>(r)].max_new_tokens; });
     if (HasFatalFailure()) return;
     d.scheduler.clear();
     d.expect_empty();
@@ -295,7 +303,8 @@ TEST(Scheduler, FewestPagesThatAreAllowedSuffice) {
   Driver d(3, 8, 5, 4, 16);
   d.submit(9, 7, 4);
   d.submit(15, 1, 2);
-  while (!d.scheduler.idle() && !HasFatalFailure()) d.step([&](int64_t r, int32_t) { return d.work[static_cast<size_t>(r)].max_new_tokens; });
+  while (!d.scheduler.idle() && !HasFatalFailure())
+    d.step([&](int64_t r, int32_t) { return d.work[static_cast<size_t>(r)].max_new_tokens; });
   EXPECT_EQ(d.finished, 6);
   d.expect_empty();
 }

@@ -32,7 +32,8 @@ const std::map<std::string, std::set<std::string>>& allowed() {
   return table;
 }
 
-// Libraries that are seen in few places, so that replacing one stays a small change: text of the include line to files that may have it.
+// Libraries that are seen in few places, so that replacing one stays a small change: text of the include line to files that may
+// have it.
 const std::map<std::string, std::set<std::string>>& confined() {
   static const std::map<std::string, std::set<std::string>> table = {
       {"CLI/", {"cli/main.cc"}},
@@ -89,7 +90,8 @@ TEST(Layering, IncludesNameTheRoom) {
   for (const auto& [room, below] : allowed()) {
     for (const Include& i : includes_of(room)) {
       EXPECT_EQ(i.target.find(".."), std::string::npos) << i.file << ":" << i.line << ": " << i.target;
-      EXPECT_FALSE(fs::exists((fs::path(LOCKSTEP_SOURCE_DIR) / i.file).parent_path() / i.target) && i.target.find('/') == std::string::npos)
+      EXPECT_FALSE(fs::exists((fs::path(LOCKSTEP_SOURCE_DIR) / i.file).parent_path() / i.target) &&
+                   i.target.find('/') == std::string::npos)
           << i.file << ":" << i.line << ": write the path from the source root, not " << i.target;
     }
   }
@@ -100,7 +102,8 @@ TEST(Layering, ConfinedLibraries) {
     for (const Include& i : includes_of(room)) {
       for (const auto& [library, files] : confined()) {
         if (i.target.starts_with(library)) {
-          EXPECT_TRUE(files.contains(i.file)) << i.file << ":" << i.line << ": only " << *files.begin() << " may include " << i.target;
+          EXPECT_TRUE(files.contains(i.file))
+              << i.file << ":" << i.line << ": only " << *files.begin() << " may include " << i.target;
         }
       }
     }

@@ -1,11 +1,13 @@
-// A run that stopped and was resumed leaves the same bytes behind as one that never stopped: weights, optimizer state, metrics, rollouts and
-// evaluations. Whole runs through the loop, on a tiny model with one layer of every kind.
+// A run that stopped and was resumed leaves the same bytes behind as one that never stopped: weights, optimizer state, metrics,
+// rollouts and evaluations. Whole runs through the loop, on a tiny model with one layer of every kind.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+
+#include <unistd.h>
 
 #include "io/file.h"
 #include "io/run_dir.h"
@@ -27,7 +29,8 @@ std::string contents(const std::string& path) {
 class Resume : public ::testing::Test {
  protected:
   void SetUp() override {
-    root_ = fs::temp_directory_path() / fmt::format("lockstep_resume_{}_{}", ::testing::UnitTest::GetInstance()->current_test_info()->name(), ::getpid());
+    root_ = fs::temp_directory_path() /
+            fmt::format("lockstep_resume_{}_{}", ::testing::UnitTest::GetInstance()->current_test_info()->name(), ::getpid());
     fs::create_directories(root_);
     ModelConfig m;
     m.vocab_size = ByteTokenizer::kFirstByte + static_cast<int64_t>(kArithmeticAlphabet.size());
@@ -64,9 +67,17 @@ class Resume : public ::testing::Test {
 
   LoopConfig loop_config(const std::string& run, int64_t steps) const {
     LoopConfig c;
-    c.run = {.dir = path(run), .seed = 7, .threads = 1, .steps = steps, .checkpoint_every = 30, .keep_checkpoints = 10, .eval_every = 20, .save_rollouts = true};
+    c.run = {.dir = path(run),
+             .seed = 7,
+             .threads = 1,
+             .steps = steps,
+             .checkpoint_every = 30,
+             .keep_checkpoints = 10,
+             .eval_every = 20,
+             .save_rollouts = true};
     c.model = {.config = path("config.json"), .init = "random", .tokenizer = path(""), .numerics = Numerics::bf16};
-    c.task = {.train_file = path("train.jsonl"), .eval_file = path("eval.jsonl"), .reward = RewardKind::math, .max_prompt_tokens = 16};
+    c.task = {
+        .train_file = path("train.jsonl"), .eval_file = path("eval.jsonl"), .reward = RewardKind::math, .max_prompt_tokens = 16};
     c.rollout.prompts_per_step = 2;
     c.rollout.samples_per_prompt = 4;
     c.rollout.max_new_tokens = 6;
@@ -87,7 +98,8 @@ class Resume : public ::testing::Test {
     std::vector<std::string> files = {"metrics.jsonl"};
     for (const char* folder : {"rollouts", "evals"}) {
       if (!fs::exists(path(run) + "/" + folder)) continue;
-      for (const auto& entry : fs::directory_iterator(path(run) + "/" + folder)) files.push_back(std::string(folder) + "/" + entry.path().filename().string());
+      for (const auto& entry : fs::directory_iterator(path(run) + "/" + folder))
+        files.push_back(std::string(folder) + "/" + entry.path().filename().string());
     }
     for (const char* name : {"masters.safetensors", "optimizer.safetensors", "state.json", "config.json"}) {
       files.push_back("checkpoints/" + step_name(last_step) + "/" + name);
@@ -120,10 +132,12 @@ TEST_F(Resume, ThirtyAndThirtyStepsAreSixty) {
   expect_same_runs("straight", "resumed", 60);
 
   // The comparison can fail: the weights did move.
-  EXPECT_NE(contents(path("straight/checkpoints/step_000030/masters.safetensors")), contents(path("straight/checkpoints/step_000060/masters.safetensors")));
+  EXPECT_NE(contents(path("straight/checkpoints/step_000030/masters.safetensors")),
+            contents(path("straight/checkpoints/step_000060/masters.safetensors")));
 }
 
-// Killed between checkpoints: later metrics, rollouts and half a checkpoint are there, and the work since the checkpoint is done again.
+// Killed between checkpoints: later metrics, rollouts and half a checkpoint are there, and the work since the checkpoint is done
+// again.
 TEST_F(Resume, AfterBeingKilled) {
   LoopConfig config = loop_config("straight", 12);
   config.run.checkpoint_every = 4;
@@ -172,6 +186,17 @@ TEST_F(Resume, RefusesAnotherRun) {
   EXPECT_EQ(run(loop_config("run", 2), true).last_step, 2) << "nothing left to do is no error";
 }
 
+TEST_F(Resume, RefusesADamagedCheckpoint) {
+  run(loop_config("run", 2), false);
+  const std::string file = path("run/checkpoints/step_000002/optimizer.safetensors");
+  std::string bytes = contents(file);
+  bytes.back() ^= 1;
+  std::ofstream(file, std::ios::binary) << bytes;
+  const Result<LoopReport> resumed = run_loop(loop_config("run", 4), true, Hooks());
+  ASSERT_FALSE(resumed.is_ok());
+  EXPECT_NE(resumed.message().find("optimizer.safetensors is damaged"), std::string::npos) << resumed.message();
+}
+
 TEST_F(Resume, KeepsTheNewestCheckpoints) {
   LoopConfig config = loop_config("run", 5);
   config.run.eval_every = 0;
@@ -190,7 +215,12 @@ TEST_F(Resume, Sft) {
   config.run = loop_config("straight", 0).run;
   config.run.checkpoint_every = 5;
   config.model = loop_config("straight", 0).model;
-  config.sft = {.file = path("sft.jsonl"), .steps = 12, .batch_size = 6, .lr = 3e-3f, .schedule = ScheduleKind::constant, .warmup_steps = 2};
+  config.sft = {.file = path("sft.jsonl"),
+                .steps = 12,
+                .batch_size = 6,
+                .lr = 3e-3f,
+                .schedule = ScheduleKind::constant,
+                .warmup_steps = 2};
   const Result<SftReport> straight = run_sft(config, false, Hooks());
   ASSERT_TRUE(straight.is_ok()) << straight.message();
   EXPECT_LT(straight.value().last_loss, straight.value().first_loss);

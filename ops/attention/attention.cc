@@ -6,17 +6,18 @@ namespace lockstep {
 namespace {
 
 void check(const char* what, ConstTensorView v, DType dtype, const Shape& shape) {
-  CHECK(v.dtype == dtype && v.shape == shape, "{} is {} {}, wanted {} {}", what, dtype_name(v.dtype), v.shape.str(), dtype_name(dtype),
-        shape.str());
+  CHECK(v.dtype == dtype && v.shape == shape, "{} is {} {}, wanted {} {}", what, dtype_name(v.dtype), v.shape.str(),
+        dtype_name(dtype), shape.str());
 }
 
-void check_keys(ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink, const SequenceView& seq, const AttentionShape& shape) {
+void check_keys(ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink, const SequenceView& seq,
+                const AttentionShape& shape) {
   check_sequences(seq);
-  CHECK(q.shape.rank == 3 && q.rows() == seq.num_tokens && (q.dtype == DType::f32 || q.dtype == DType::bf16), "q {} {} for {} tokens",
-        dtype_name(q.dtype), q.shape.str(), seq.num_tokens);
+  CHECK(q.shape.rank == 3 && q.rows() == seq.num_tokens && (q.dtype == DType::f32 || q.dtype == DType::bf16),
+        "q {} {} for {} tokens", dtype_name(q.dtype), q.shape.str(), seq.num_tokens);
   const int64_t heads = q.dim(1), width = q.dim(2);
-  CHECK(heads > 0 && width > 0 && shape.window > 0 && shape.ratio >= 0, "{} heads of {}, window {}, ratio {}", heads, width, shape.window,
-        shape.ratio);
+  CHECK(heads > 0 && width > 0 && shape.window > 0 && shape.ratio >= 0, "{} heads of {}, window {}, ratio {}", heads, width,
+        shape.window, shape.ratio);
   check("kv", keys.kv, q.dtype, {seq.num_tokens, width});
   check("sink", sink, DType::f32, {heads});
   if (keys.ring.data != nullptr) check("ring", keys.ring, q.dtype, {keys.ring.rows(), shape.window, width});

@@ -19,8 +19,12 @@
 // attention_backward: every sequence must start at position 0. P is recomputed from lse: P_j = exp_f32(l_j - lse).
 //   do, dq [T, H, d] f32; dkv [T, d] f32 written; dentries_accum [pages*per_page, d] f32 added to; dsink_accum [H] f32 added to
 //   o as returned by attention; delta = o . do.
-//   Deterministic: a sequence's key gradients are summed over its queries in ascending order, sinks over sequences in order.
-// Scratch: f32 copies of the visible rows of one query tile per worker; backward H * list length.
+//   dP_j = do . row_j (one chain); dl_j = P_j * (dP_j - delta) * scale; dq = chain over the list of dl_j * row_j; the gradient of
+//   a row is one chain over its queries and their heads, ascending, of dl_j * q and then P_j * do.
+//   Deterministic: one thread sums a sequence's key gradients over its queries in ascending order; sinks add over sequences in
+//   order. Two sequences of a call may not share a page.
+// Scratch, a worker: f32 copies, plain and transposed, of the rows of one tile of 32 queries (w + 31 window rows and the longest
+//   list of entries), and H * list length logits (twice that in backward).
 // Source: V4 spec 2.3, 2.5, 6.4.
 
 #include "core/context.h"

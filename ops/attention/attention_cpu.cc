@@ -56,8 +56,10 @@ void backward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_acc
   ArenaScope scope(*c.workspace);
   const int64_t longest = longest_window(seq, shape) + longest_entry_list(keys, seq, shape);
   const T** row = static_cast<const T**>(c.workspace->allocate(sizeof(T*) * static_cast<size_t>(longest), "attention rows"));
-  float** grad = static_cast<float**>(c.workspace->allocate(sizeof(float*) * static_cast<size_t>(longest), "attention row gradients"));
-  float* sink_part = static_cast<float*>(c.workspace->allocate(sizeof(float) * static_cast<size_t>(heads), "attention sink gradients"));
+  float** grad =
+      static_cast<float**>(c.workspace->allocate(sizeof(float*) * static_cast<size_t>(longest), "attention row gradients"));
+  float* sink_part =
+      static_cast<float*>(c.workspace->allocate(sizeof(float) * static_cast<size_t>(heads), "attention sink gradients"));
   for (int64_t s = 0; s < seq.num_sequences; ++s) {
     const int64_t first_row = seq.seq_row.ptr<int32_t>()[s], end_row = seq.seq_row.ptr<int32_t>()[s + 1];
     for (int64_t t = first_row; t < end_row; ++t) std::fill_n(dkv.row<float>(t), width, 0.0f);
@@ -80,7 +82,8 @@ void backward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_acc
         const float* doh = d_o.row<float>(t) + h * width;
         float* dqh = dq.row<float>(t) + h * width;
         const float log_denominator = lse.row<float>(t)[h];
-        const float delta = tree_dot(width, [&](int64_t i) { return to_f32(oh[i]); }, [&](int64_t i) { return doh[i]; });
+        const float delta = tree_dot(
+            width, [&](int64_t i) { return to_f32(oh[i]); }, [&](int64_t i) { return doh[i]; });
         std::fill_n(dqh, width, 0.0f);
         for (int64_t j = 0; j < n; ++j) {
           float dot = 0.0f, dp = 0.0f;

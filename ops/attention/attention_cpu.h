@@ -12,7 +12,8 @@ template <typename T>
 class KeyReader {
  public:
   KeyReader(const AttentionKeys& keys, const SequenceView& seq, const AttentionShape& shape, int64_t width)
-      : seq_(seq), window_(shape.window), per_page_(shape.per_page), width_(width), kv_(keys.kv.ptr<T>()), kv_stride_(keys.kv.row_stride) {
+      : seq_(seq), window_(shape.window), per_page_(shape.per_page), width_(width), kv_(keys.kv.ptr<T>()),
+        kv_stride_(keys.kv.row_stride) {
     seq_row_ = seq.seq_row.ptr<int32_t>();
     seq_pos_ = seq.seq_pos.ptr<int32_t>();
     seq_slot_ = seq.seq_slot.ptr<int32_t>();
@@ -57,8 +58,8 @@ inline QueryList query_list(const AttentionKeys& keys, const AttentionShape& sha
   const int64_t k = keys.selected.dim(1);
   int64_t n = 0;
   for (; n < k && chosen[n] >= 0; ++n)
-    CHECK((n == 0 || chosen[n] > chosen[n - 1]) && chosen[n] < visible, "selected[{}, {}] is {} after {}; {} entries are visible", t, n,
-          chosen[n], n == 0 ? -1 : chosen[n - 1], visible);
+    CHECK((n == 0 || chosen[n] > chosen[n - 1]) && chosen[n] < visible, "selected[{}, {}] is {} after {}; {} entries are visible",
+          t, n, chosen[n], n == 0 ? -1 : chosen[n - 1], visible);
   list.num_entries = n;
   if (n > 0 && chosen[n - 1] != n - 1) list.chosen = chosen;  // otherwise it is the prefix 0 .. n - 1
   return list;

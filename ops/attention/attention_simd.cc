@@ -1,5 +1,5 @@
-// Attention with vectors. Queries are taken in tiles of consecutive positions of one sequence, which share nearly all their rows: a tile
-// transposes its rows once, so that logits have lanes over rows, and outputs and gradients have lanes over channels.
+// Attention with vectors. Queries are taken in tiles of consecutive positions of one sequence, which share nearly all their rows:
+// a tile transposes its rows once, so that logits have lanes over rows, and outputs and gradients have lanes over channels.
 
 #include "ops/attention/attention_cpu.h"
 
@@ -19,18 +19,18 @@ constexpr int64_t kTileQueries = 32;
 // What one worker writes to.
 struct Scratch {
   KeyColumns window, entries;
-  const float** list = nullptr;      // [longest list] rows of the current query
-  float** row_grad = nullptr;        // [longest list] where their gradients go (backward)
-  float* weight = nullptr;           // [heads, stride] logits, then softmax weights; backward [2 * heads, stride]: dl, P of each head
-  float** weight_row = nullptr;      // [heads]
+  const float** list = nullptr;  // [longest list] rows of the current query
+  float** row_grad = nullptr;    // [longest list] where their gradients go (backward)
+  float* weight = nullptr;       // [heads, stride] logits, then softmax weights; backward [2 * heads, stride]: dl, P of each head
+  float** weight_row = nullptr;  // [heads]
   float** second_weight_row = nullptr;  // [heads] (backward)
   int64_t stride = 0;
-  float* query = nullptr;            // [heads, width] when q is not f32
-  float* out = nullptr;              // [heads, width] (forward)
-  float** out_row = nullptr;         // [heads]
-  const float** query_row = nullptr; // [2 * heads] q and d_o of each head (backward)
-  float* sum = nullptr;              // [heads] (forward)
-  float* highest = nullptr;          // [heads] (forward)
+  float* query = nullptr;             // [heads, width] when q is not f32
+  float* out = nullptr;               // [heads, width] (forward)
+  float** out_row = nullptr;          // [heads]
+  const float** query_row = nullptr;  // [2 * heads] q and d_o of each head (backward)
+  float* sum = nullptr;               // [heads] (forward)
+  float* highest = nullptr;           // [heads] (forward)
 };
 
 template <typename T>
@@ -53,7 +53,8 @@ Scratch* MakeScratch(Context& c, int64_t tile, int64_t longest_window_rows, int6
       s.row_grad = Take<float*>(arena, longest, "attention row gradients");
       s.second_weight_row = Take<float*>(arena, heads, "attention weight rows");
       s.query_row = Take<const float*>(arena, 2 * heads, "attention query rows");
-      for (int64_t h = 0; h < heads; ++h) s.weight_row[h] = s.weight + (2 * h + 1) * s.stride, s.second_weight_row[h] = s.weight + 2 * h * s.stride;
+      for (int64_t h = 0; h < heads; ++h)
+        s.weight_row[h] = s.weight + (2 * h + 1) * s.stride, s.second_weight_row[h] = s.weight + 2 * h * s.stride;
     } else {
       s.out = Take<float>(arena, heads * width, "attention output");
       s.sum = Take<float>(arena, heads, "attention denominators");
@@ -68,7 +69,8 @@ Scratch* MakeScratch(Context& c, int64_t tile, int64_t longest_window_rows, int6
 template <typename T>
 class Tile {
  public:
-  Tile(const KeyReader<T>& reader, const AttentionKeys& keys, const AttentionShape& shape, Scratch& scratch, int64_t heads, int64_t width)
+  Tile(const KeyReader<T>& reader, const AttentionKeys& keys, const AttentionShape& shape, Scratch& scratch, int64_t heads,
+       int64_t width)
       : reader_(reader), keys_(keys), shape_(shape), scratch_(scratch), heads_(heads), width_(width) {}
 
   // Positions [begin, end) of sequence s.
@@ -84,7 +86,8 @@ class Tile {
   QueryList Select(int64_t t, int64_t position) {
     const QueryList list = query_list(keys_, shape_, t, position);
     if (list.chosen != nullptr) {
-      FillKeyColumns<T>(scratch_.entries, 0, list.num_entries, width_, [&](int64_t j) { return reader_.entry(s_, list.chosen[j]); });
+      FillKeyColumns<T>(scratch_.entries, 0, list.num_entries, width_,
+                        [&](int64_t j) { return reader_.entry(s_, list.chosen[j]); });
       entries_loaded_ = 0;
     } else if (list.num_entries > entries_loaded_) {
       int64_t want = end_ / shape_.ratio;  // what the last query of the tile may see
@@ -102,8 +105,16 @@ class Tile {
 
   // out[h][j] = x[h] . row j of the current list, with up to a vector of anything after the last.
   void Dots(const float* x, float* const* out) const {
-    RowProducts p = {.weight = x, .out_step = width_, .row_step = 1, .row = scratch_.window.channel, .num_rows = width_,
-                     .row_offset = window_offset_, .out = out, .num_out = heads_, .out_offset = 0, .width = RoundUp(num_window_)};
+    RowProducts p = {.weight = x,
+                     .out_step = width_,
+                     .row_step = 1,
+                     .row = scratch_.window.channel,
+                     .num_rows = width_,
+                     .row_offset = window_offset_,
+                     .out = out,
+                     .num_out = heads_,
+                     .out_offset = 0,
+                     .width = RoundUp(num_window_)};
     MultiplyRows(p);
     if (num_entries_ == 0) return;
     p.row = scratch_.entries.channel;
@@ -197,8 +208,17 @@ void Forward(Context& c, TensorView o, TensorView lse, ConstTensorView q, const 
           tile.Dots(AsFloats(q.row<T>(t), heads * width, s.query), s.weight_row);
           float* lse_row = lse.data == nullptr ? nullptr : lse.row<float>(t);
           for (int64_t h = 0; h < heads; ++h) s.highest[h] = ExpLogits(s.weight_row[h], n, shape.scale, sinks[h]);
-          MultiplyRows({.weight = s.weight, .out_step = s.stride, .row_step = 1, .row = s.list, .num_rows = n, .row_offset = 0,
-                        .out = s.out_row, .num_out = heads, .out_offset = 0, .width = width, .weight_sum = s.sum});
+          MultiplyRows({.weight = s.weight,
+                        .out_step = s.stride,
+                        .row_step = 1,
+                        .row = s.list,
+                        .num_rows = n,
+                        .row_offset = 0,
+                        .out = s.out_row,
+                        .num_out = heads,
+                        .out_offset = 0,
+                        .width = width,
+                        .weight_sum = s.sum});
           T* to = o.row<T>(t);
           for (int64_t h = 0; h < heads; ++h) {
             const float denominator = s.sum[h] + exp_f32(sinks[h] - s.highest[h]);
@@ -255,36 +275,54 @@ void Backward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_acc
           s.query_row[2 * h] = query + h * width;
           s.query_row[2 * h + 1] = grad + h * width;
         }
-        MultiplyRows({.weight = s.weight, .out_step = 2 * s.stride, .row_step = 1, .row = s.list, .num_rows = n, .row_offset = 0,
-                      .out = s.out_row, .num_out = heads, .out_offset = 0, .width = width});
-        MultiplyRows({.weight = s.weight, .out_step = 1, .row_step = s.stride, .row = s.query_row, .num_rows = 2 * heads, .row_offset = 0,
-                      .out = s.row_grad, .num_out = n, .out_offset = 0, .width = width, .accumulate = true});
+        MultiplyRows({.weight = s.weight,
+                      .out_step = 2 * s.stride,
+                      .row_step = 1,
+                      .row = s.list,
+                      .num_rows = n,
+                      .row_offset = 0,
+                      .out = s.out_row,
+                      .num_out = heads,
+                      .out_offset = 0,
+                      .width = width});
+        MultiplyRows({.weight = s.weight,
+                      .out_step = 1,
+                      .row_step = s.stride,
+                      .row = s.query_row,
+                      .num_rows = 2 * heads,
+                      .row_offset = 0,
+                      .out = s.row_grad,
+                      .num_out = n,
+                      .out_offset = 0,
+                      .width = width,
+                      .accumulate = true});
       }
     }
   };
 
   // Shares are counted in rows, and a sequence goes to the share its first row is in.
   const int64_t cost = (window_rows + entry_rows) * width * (heads / 3 + 1);
-  parallel_for(c, num_sequences == 1 ? 1 : seq.num_tokens, num_sequences == 1 ? 0 : cost, [&](int64_t begin, int64_t end, int worker) HWY_ATTR {
-    Scratch& s = scratches[worker];
-    Tile<T> tile(reader, keys, shape, s, heads, width);
-    for (int64_t sequence = token_seq[begin]; sequence < num_sequences && seq_row[sequence] < end; ++sequence)
-      if (seq_row[sequence] >= begin) run_sequence(sequence, s, tile);
-  });
+  parallel_for(c, num_sequences == 1 ? 1 : seq.num_tokens, num_sequences == 1 ? 0 : cost,
+               [&](int64_t begin, int64_t end, int worker) HWY_ATTR {
+                 Scratch& s = scratches[worker];
+                 Tile<T> tile(reader, keys, shape, s, heads, width);
+                 for (int64_t sequence = token_seq[begin]; sequence < num_sequences && seq_row[sequence] < end; ++sequence)
+                   if (seq_row[sequence] >= begin) run_sequence(sequence, s, tile);
+               });
   float* dsink = dsink_accum.ptr<float>();
   for (int64_t sequence = 0; sequence < num_sequences; ++sequence)
     for (int64_t h = 0; h < heads; ++h) dsink[h] += sink_parts[sequence * heads + h];
 }
 
-void AttentionForward(Context& c, TensorView o, TensorView lse, ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink,
-                      const SequenceView& seq, const AttentionShape& shape) {
+void AttentionForward(Context& c, TensorView o, TensorView lse, ConstTensorView q, const AttentionKeys& keys,
+                      ConstTensorView sink, const SequenceView& seq, const AttentionShape& shape) {
   if (q.dtype == DType::f32) Forward<float>(c, o, lse, q, keys, sink, seq, shape);
   else Forward<bf16>(c, o, lse, q, keys, sink, seq, shape);
 }
 
-void AttentionBackward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_accum, TensorView dsink_accum, ConstTensorView d_o,
-                       ConstTensorView o, ConstTensorView lse, ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink,
-                       const SequenceView& seq, const AttentionShape& shape) {
+void AttentionBackward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_accum, TensorView dsink_accum,
+                       ConstTensorView d_o, ConstTensorView o, ConstTensorView lse, ConstTensorView q, const AttentionKeys& keys,
+                       ConstTensorView sink, const SequenceView& seq, const AttentionShape& shape) {
   if (q.dtype == DType::f32) Backward<float>(c, dq, dkv, dentries_accum, dsink_accum, d_o, o, lse, q, keys, sink, seq, shape);
   else Backward<bf16>(c, dq, dkv, dentries_accum, dsink_accum, d_o, o, lse, q, keys, sink, seq, shape);
 }

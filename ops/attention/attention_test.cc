@@ -1,5 +1,5 @@
-// Attention against a plain f64 evaluation of spec 2.3 and 6.4, vectors against the reference bit for bit, and the row contract over random
-// cuttings with rings and pages kept between the calls as the model keeps them.
+// Attention against a plain f64 evaluation of spec 2.3 and 6.4, vectors against the reference bit for bit, and the row contract
+// over random cuttings with rings and pages kept between the calls as the model keeps them.
 
 #include "ops/attention/attention.h"
 
@@ -30,7 +30,9 @@ struct Problem {
   Problem(const Config& config, DType dtype) : config(config), dtype(dtype) {
     const int64_t page_tokens = config.ratio == 0 ? 8 : 3 * config.ratio;
     set = testing::make_sequence_set(config.seed, config.length, page_tokens);
-    shape = {.window = config.window, .ratio = config.ratio, .per_page = config.ratio == 0 ? 0 : 3,
+    shape = {.window = config.window,
+             .ratio = config.ratio,
+             .per_page = config.ratio == 0 ? 0 : 3,
              .scale = 1.0f / std::sqrt(static_cast<float>(config.width))};
     q = testing::random_tensor(config.seed + 1, dtype, {set.num_rows, config.heads, config.width}, 2.0f);
     kv = testing::random_tensor(config.seed + 2, dtype, {set.num_rows, config.width}, 2.0f);
@@ -85,13 +87,13 @@ using BackwardFunction = decltype(&attention_backward);
 // Accumulators start at `start`.
 Gradients run_backward(Context& c, const Problem& p, const Outputs& out, float start, BackwardFunction f = attention_backward) {
   Call call(p.set, testing::packed_parts(p.set), /*with_slots=*/false);
-  Gradients g = {testing::random_tensor(1, DType::f32, p.q.view().shape), testing::random_tensor(1, DType::f32, p.kv.view().shape), Tensor(),
-                 Tensor(DType::f32, {p.config.heads})};
+  Gradients g = {testing::random_tensor(1, DType::f32, p.q.view().shape),
+                 testing::random_tensor(1, DType::f32, p.kv.view().shape), Tensor(), Tensor(DType::f32, {p.config.heads})};
   if (p.config.ratio > 0) g.dentries = Tensor(DType::f32, p.store.view().shape);
   for (int64_t i = 0; i < g.dentries.elements(); ++i) g.dentries.set(i, start);
   for (int64_t i = 0; i < g.dsink.elements(); ++i) g.dsink.set(i, start);
-  f(c, g.dq, g.dkv, g.dentries, g.dsink, p.d_o, out.o, out.lse, p.q, {.kv = p.kv, .ring = {}, .entries = p.store, .selected = p.selected},
-    p.sink, call.view(), p.shape);
+  f(c, g.dq, g.dkv, g.dentries, g.dsink, p.d_o, out.o, out.lse, p.q,
+    {.kv = p.kv, .ring = {}, .entries = p.store, .selected = p.selected}, p.sink, call.view(), p.shape);
   return g;
 }
 
@@ -128,7 +130,7 @@ std::vector<ListRow> rows_of(const Problem& p, size_t id, int64_t pos) {
 }
 
 struct Want {
-  std::vector<double> o, o_bound, lse, lse_bound;                        // bounds on the error of the f32 result
+  std::vector<double> o, o_bound, lse, lse_bound;  // bounds on the error of the f32 result
   std::vector<double> dq, dkv, dstore, dsink;
   std::vector<double> dq_bound, dkv_bound, dstore_bound, dsink_bound;
   double loss = 0;  // sum of o * d_o
@@ -137,11 +139,11 @@ struct Want {
 // Rounding, in units of kUnit and to first order. A chain of n fused steps errs by at most n * sum |terms|, so a logit by
 //   L = (d + 1) * scale * sum |q_i row_i| (one more for the scaling, maximised over the list), plus |l| + |M| for l - M;
 // e = exp(l - M) then has relative error E = L + Lmax + 2 |l - M| + 4 (2 ulp = 4 units); the denominator adds n + 1;
-// o = (chain over n) / denominator: relative to sum P |row|:  2 E + 2 n + 2; storage adds |o| * (1 or, in bf16, 2^16 = half an ulp of bf16).
-// lse: relative error of the denominator, 4 units * |log| for log_f32, |M| and one rounding.
-// Backward: lse and o come from forward, so P errs by E + Elog = 2 E + n + ..., taken as R = 3 E + 2 n + 16 relative. dP errs by
-//   d * sum |do row|, delta by (d + its o's own error) ..., so dl = scale P (dP - delta) errs by scale P ((R + d + 4) * A + O) with
-//   A = sum |do row| + sum |do o| and O = sum |do| * error of o. Sums over n terms add n * sum |terms|, products one each.
+// o = (chain over n) / denominator: relative to sum P |row|:  2 E + 2 n + 2; storage adds |o| * (1 or, in bf16, 2^16 = half an
+// ulp of bf16). lse: relative error of the denominator, 4 units * |log| for log_f32, |M| and one rounding. Backward: lse and o
+// come from forward, so P errs by E + Elog = 2 E + n + ..., taken as R = 3 E + 2 n + 16 relative. dP errs by
+//   d * sum |do row|, delta by (d + its o's own error) ..., so dl = scale P (dP - delta) errs by scale P ((R + d + 4) * A + O)
+//   with A = sum |do row| + sum |do o| and O = sum |do| * error of o. Sums over n terms add n * sum |terms|, products one each.
 Want formula(const Problem& p, const Doubles& x, bool backward) {
   const int64_t heads = p.config.heads, d = p.config.width;
   const double scale = p.shape.scale, storage = p.dtype == DType::bf16 ? 0x1p16 : 1.0;
@@ -160,7 +162,9 @@ Want formula(const Problem& p, const Doubles& x, bool backward) {
       const int64_t t = p.set.offset[id] + pos;
       const std::vector<ListRow> list = rows_of(p, id, pos);
       const double n = static_cast<double>(list.size());
-      const auto value = [&](const ListRow& r, int64_t i) { return (r.entry ? x.store : x.kv)[static_cast<size_t>(r.offset + i)]; };
+      const auto value = [&](const ListRow& r, int64_t i) {
+        return (r.entry ? x.store : x.kv)[static_cast<size_t>(r.offset + i)];
+      };
       for (int64_t h = 0; h < heads; ++h) {
         const double* q = &x.q[static_cast<size_t>((t * heads + h) * d)];
         const double* g = &x.d_o[static_cast<size_t>((t * heads + h) * d)];
@@ -181,7 +185,8 @@ Want formula(const Problem& p, const Doubles& x, bool backward) {
         const double lse = std::log(denominator);
         const size_t th = static_cast<size_t>(t * heads + h);
         w.lse[th] = lse;
-        w.lse_bound[th] = kUnit * (logit_error + relative + n + 1 + 4 * std::abs(lse - highest) + std::abs(highest) + std::abs(lse) + 4);
+        w.lse_bound[th] =
+            kUnit * (logit_error + relative + n + 1 + 4 * std::abs(lse - highest) + std::abs(highest) + std::abs(lse) + 4);
         double* o = &w.o[th * static_cast<size_t>(d)];
         double* o_bound = &w.o_bound[th * static_cast<size_t>(d)];
         for (int64_t i = 0; i < d; ++i) {
@@ -205,7 +210,8 @@ Want formula(const Problem& p, const Doubles& x, bool backward) {
         }
         const double pz = std::exp(z - lse);
         w.dsink[static_cast<size_t>(h)] -= pz * delta;
-        w.dsink_bound[static_cast<size_t>(h)] += kUnit * pz * ((probability_error + static_cast<double>(d) + 2) * delta_terms + delta_inherited);
+        w.dsink_bound[static_cast<size_t>(h)] +=
+            kUnit * pz * ((probability_error + static_cast<double>(d) + 2) * delta_terms + delta_inherited);
         sink_sum[static_cast<size_t>(h)] += pz * std::abs(delta);
         for (size_t j = 0; j < list.size(); ++j) {
           const double probability = std::exp(l[j] - lse);
@@ -289,9 +295,11 @@ TEST_P(AttentionTest, BackwardIsTheFormulaAndAccumulates) {
       const Gradients g = run_backward(context, p, out, start);
       EXPECT_LE(worst_ratio(g.dq, want.dq, want.dq_bound), 1.0) << config.heads << "x" << config.width;
       EXPECT_LE(worst_ratio(g.dkv, want.dkv, want.dkv_bound), 1.0) << config.heads << "x" << config.width;
-      EXPECT_LE(worst_ratio(g.dsink, want.dsink, widened(want.dsink_bound, steps), start), 1.0) << config.heads << "x" << config.width;
+      EXPECT_LE(worst_ratio(g.dsink, want.dsink, widened(want.dsink_bound, steps), start), 1.0)
+          << config.heads << "x" << config.width;
       if (config.ratio == 0) continue;
-      EXPECT_LE(worst_ratio(g.dentries, want.dstore, widened(want.dstore_bound, steps), start), 1.0) << config.heads << "x" << config.width;
+      EXPECT_LE(worst_ratio(g.dentries, want.dstore, widened(want.dstore_bound, steps), start), 1.0)
+          << config.heads << "x" << config.width;
     }
   }
 }
@@ -306,10 +314,12 @@ TEST_P(AttentionTest, VectorsAndThreadsGiveTheReferencesBits) {
       for (int threads = 1; threads <= 4; ++threads) {
         CpuContext context(threads);
         const Outputs got = run_packed(context, p, simd::attention);
-        EXPECT_EQ(testing::count_bit_differences(got.o, want.o), 0) << target << " " << threads << " " << config.heads << "x" << config.width;
+        EXPECT_EQ(testing::count_bit_differences(got.o, want.o), 0)
+            << target << " " << threads << " " << config.heads << "x" << config.width;
         EXPECT_EQ(testing::count_bit_differences(got.lse, want.lse), 0) << target << " " << threads;
         const Gradients g = run_backward(context, p, want, 0.25f, simd::attention_backward);
-        EXPECT_EQ(testing::count_bit_differences(g.dq, want_g.dq), 0) << target << " " << threads << " " << config.heads << "x" << config.width;
+        EXPECT_EQ(testing::count_bit_differences(g.dq, want_g.dq), 0)
+            << target << " " << threads << " " << config.heads << "x" << config.width;
         EXPECT_EQ(testing::count_bit_differences(g.dkv, want_g.dkv), 0) << target << " " << threads;
         EXPECT_EQ(testing::count_bit_differences(g.dsink, want_g.dsink), 0) << target << " " << threads;
         EXPECT_EQ(testing::count_bit_differences(g.dentries, want_g.dentries), 0) << target << " " << threads;
@@ -346,8 +356,8 @@ TEST_P(AttentionTest, RowContractOverRandomCuttings) {
         }
         const Tensor q = call.take(p.q), kv = call.take(p.kv), selected = config.k > 0 ? call.take(p.selected) : Tensor();
         Tensor part_o(p.dtype, q.view().shape), part_lse(DType::f32, {q.view().rows(), config.heads});
-        attention(context, part_o, part_lse, q, {.kv = kv, .ring = ring, .entries = store, .selected = selected}, p.sink, call.view(),
-                  p.shape);
+        attention(context, part_o, part_lse, q, {.kv = kv, .ring = ring, .entries = store, .selected = selected}, p.sink,
+                  call.view(), p.shape);
         ring_update(context, ring, kv, call.view());
         call.put(o, part_o);
         call.put(lse, part_lse);
@@ -374,16 +384,17 @@ TEST_P(AttentionTest, StridedRowsAndNoLse) {
   const ConstTensorView q_view(q.view().data, p.dtype, p.q.view().shape, q.view().row_stride);
   const TensorView o_view(o.view().data, p.dtype, p.q.view().shape, o.view().row_stride);
   Call call(p.set, testing::packed_parts(p.set), /*with_slots=*/false);
-  attention(context, o_view, {}, q_view, {.kv = kv.view().cols(0, 24), .ring = {}, .entries = store.view().cols(0, 24), .selected = {}},
-            p.sink, call.view(), p.shape);
+  attention(context, o_view, {}, q_view,
+            {.kv = kv.view().cols(0, 24), .ring = {}, .entries = store.view().cols(0, 24), .selected = {}}, p.sink, call.view(),
+            p.shape);
   EXPECT_EQ(testing::count_bit_differences(o_view, want.o), 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(DTypes, AttentionTest, ::testing::Values(DType::f32, DType::bf16),
                          [](const auto& param) { return dtype_name(param.param); });
 
-// The f64 gradients that the op is held against are themselves the slopes of the f64 forward. Central differences at h and 2h combined leave
-// h^4 |f'''''| / 30 and the rounding of the loss, 1e-16 * loss / h: both far below 1e-8 at h = 2^-9.
+// The f64 gradients that the op is held against are themselves the slopes of the f64 forward. Central differences at h and 2h
+// combined leave h^4 |f'''''| / 30 and the rounding of the loss, 1e-16 * loss / h: both far below 1e-8 at h = 2^-9.
 TEST(Attention, FormulaGradientsAreSlopes) {
   for (const Config& config : {Config{.length = {9, 5}, .heads = 2, .width = 3, .window = 4},
                                Config{.length = {9, 6}, .heads = 2, .width = 3, .window = 3, .ratio = 2},
@@ -428,9 +439,10 @@ TEST(Attention, NoRows) {
   CpuContext context(1);
   Call call(set, {});
   Tensor q(DType::f32, {0, 2, 4}), kv(DType::f32, {0, 4}), sink(DType::f32, {2}), lse(DType::f32, {0, 2}), dsink(DType::f32, {2});
-  attention(context, q, lse, q, {.kv = kv, .ring = {}, .entries = {}, .selected = {}}, sink, call.view(), {.window = 4, .scale = 0.5f});
-  attention_backward(context, q, kv, {}, dsink, q, q, lse, q, {.kv = kv, .ring = {}, .entries = {}, .selected = {}}, sink, call.view(),
-                     {.window = 4, .scale = 0.5f});
+  attention(context, q, lse, q, {.kv = kv, .ring = {}, .entries = {}, .selected = {}}, sink, call.view(),
+            {.window = 4, .scale = 0.5f});
+  attention_backward(context, q, kv, {}, dsink, q, q, lse, q, {.kv = kv, .ring = {}, .entries = {}, .selected = {}}, sink,
+                     call.view(), {.window = 4, .scale = 0.5f});
   EXPECT_EQ(dsink.get(0), 0.0f);
 }
 
@@ -465,8 +477,9 @@ TEST(AttentionDeath, WrongArguments) {
   Call later(p.set, {{.id = 0, .pos = 2, .rows = 7}, {.id = 1, .pos = 0, .rows = 4}}, /*with_slots=*/false);
   const Tensor q = later.take(p.q), kv = later.take(p.kv);
   Tensor part(DType::f32, {11, 2, 4});
-  EXPECT_DEATH(attention(context, part, {}, q, {.kv = kv, .ring = {}, .entries = p.store, .selected = {}}, p.sink, later.view(), p.shape),
-               "sequence 0 starts at position 2|slot -1 of sequence 0");
+  EXPECT_DEATH(
+      attention(context, part, {}, q, {.kv = kv, .ring = {}, .entries = p.store, .selected = {}}, p.sink, later.view(), p.shape),
+      "sequence 0 starts at position 2|slot -1 of sequence 0");
   Call late(p.set, {{.id = 0, .pos = 2, .rows = 7}, {.id = 1, .pos = 0, .rows = 4}});
   Tensor ring(DType::f32, {p.set.num_slots, 3, 4}), part_lse(DType::f32, {11, 2}), dsink(DType::f32, {2});
   Tensor dkv(DType::f32, {11, 4}), dstore(DType::f32, p.store.view().shape);

@@ -1,5 +1,5 @@
-// The one product behind attention and the indexer, for the Highway target being compiled: weighted sums of f32 rows, many at once.
-// Include after hwy/foreach_target.h, inside no namespace.
+// The one product behind attention and the indexer, for the Highway target being compiled: weighted sums of f32 rows, many at
+// once. Include after hwy/foreach_target.h, inside no namespace.
 
 #if defined(LOCKSTEP_OPS_ROW_PRODUCTS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOCKSTEP_OPS_ROW_PRODUCTS_INL_H_
@@ -20,9 +20,9 @@ HWY_BEFORE_NAMESPACE();
 namespace lockstep::HWY_NAMESPACE {
 
 // out[a][out_offset + x] = init + sum over b of weight[a * out_step + b * row_step] * row[b][row_offset + x],   x in [0, width)
-// One fma chain over b ascending for every element, so neither the blocking nor the vector width shows in the bits. `init` is 0, or what
-// is there with `accumulate`. weight_sum[a], if wanted, is the chain of plain additions of the weights of `a`.
-// It serves the logits (rows are channels of transposed keys), the outputs and dq (rows are keys) and the key gradients (rows are queries).
+// One fma chain over b ascending for every element, so neither the blocking nor the vector width shows in the bits. `init` is 0,
+// or what is there with `accumulate`. weight_sum[a], if wanted, is the chain of plain additions of the weights of `a`. It serves
+// the logits (rows are channels of transposed keys), the outputs and dq (rows are keys) and the key gradients (rows are queries).
 struct RowProducts {
   const float* weight;
   int64_t out_step, row_step;
@@ -79,7 +79,8 @@ HWY_NOINLINE void ProductBlock(const RowProducts& p, int64_t a0, int64_t b0, int
 template <int kVectors, bool kTail, bool kSum>
 HWY_INLINE void ProductColumns(const RowProducts& p, int64_t b0, int64_t b1, int64_t x0, size_t tail) {
   int64_t a = 0;
-  for (; a + kProductOuts <= p.num_out; a += kProductOuts) ProductBlock<kProductOuts, kVectors, kTail, kSum>(p, a, b0, b1, x0, tail);
+  for (; a + kProductOuts <= p.num_out; a += kProductOuts)
+    ProductBlock<kProductOuts, kVectors, kTail, kSum>(p, a, b0, b1, x0, tail);
   if (kProductOuts > 4 && a + 4 <= p.num_out) ProductBlock<4, kVectors, kTail, kSum>(p, a, b0, b1, x0, tail), a += 4;
   if (a + 2 <= p.num_out) ProductBlock<2, kVectors, kTail, kSum>(p, a, b0, b1, x0, tail), a += 2;
   if (a < p.num_out) ProductBlock<1, kVectors, kTail, kSum>(p, a, b0, b1, x0, tail);
@@ -149,8 +150,8 @@ struct KeyColumns {
   int64_t stride = 0;          // floats between channels
 };
 
-// Room for `capacity` rows. Products read up to a vector past the last one. An odd number of cache lines between channels spreads them
-// over the sets of the cache.
+// Room for `capacity` rows. Products read up to a vector past the last one. An odd number of cache lines between channels spreads
+// them over the sets of the cache.
 template <typename T>
 KeyColumns MakeKeyColumns(Arena& arena, int64_t capacity, int64_t width) {
   KeyColumns k;

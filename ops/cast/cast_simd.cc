@@ -65,7 +65,8 @@ void for_each_run(Context& c, TensorView dst, ConstTensorView src, const F& f) {
 // Every bit is kept, those of a signalling NaN too.
 template <typename T>
 void copy(Context& c, TensorView dst, ConstTensorView src) {
-  for_each_run<T, T>(c, dst, src, [](T* to, const T* from, int64_t n) { std::memcpy(to, from, static_cast<size_t>(n) * sizeof(T)); });
+  for_each_run<T, T>(c, dst, src,
+                     [](T* to, const T* from, int64_t n) { std::memcpy(to, from, static_cast<size_t>(n) * sizeof(T)); });
 }
 
 }  // namespace
@@ -85,7 +86,9 @@ void add(Context& c, TensorView dst_accum, ConstTensorView src) {
 }
 
 void scale(Context& c, TensorView dst, float factor) {
-  for_each_run<float, float>(c, dst, dst, [&](float* to, const float*, int64_t n) { HWY_DYNAMIC_DISPATCH(Scale)(to, factor, n); });
+  for_each_run<float, float>(c, dst, dst, [&](float* to, const float*, int64_t n) {
+    HWY_DYNAMIC_DISPATCH(Scale)(to, factor, n);
+  });
 }
 
 }  // namespace simd

@@ -53,7 +53,8 @@ TEST(Cast, EveryTypeEveryTargetEveryLayout) {
 TEST(Cast, KeepsAndRoundsSpecialValues) {
   CpuContext c;
   Tensor x(DType::f32, {8}), narrow(DType::bf16, {8}), wide(DType::f32, {8});
-  const uint32_t bits[8] = {0x7f800001u, 0xffc00123u, 0x7f800000u, 0xff800000u, 0x7f7fffffu, 0x80000000u, 0x00000001u, 0x3f808000u};
+  const uint32_t bits[8] = {0x7f800001u, 0xffc00123u, 0x7f800000u, 0xff800000u,
+                            0x7f7fffffu, 0x80000000u, 0x00000001u, 0x3f808000u};
   const uint16_t want[8] = {0x7fc0, 0xffc0, 0x7f80, 0xff80, 0x7f80, 0x8000, 0x0000, 0x3f80};
   std::memcpy(x.ptr<float>(), bits, sizeof(bits));
   cast(c, narrow, x);

@@ -6,11 +6,12 @@ namespace lockstep {
 namespace {
 
 void check(const char* what, ConstTensorView v, DType dtype, const Shape& shape) {
-  CHECK(v.dtype == dtype && v.shape == shape, "{} is {} {}, wanted {} {}", what, dtype_name(v.dtype), v.shape.str(), dtype_name(dtype),
-        shape.str());
+  CHECK(v.dtype == dtype && v.shape == shape, "{} is {} {}, wanted {} {}", what, dtype_name(v.dtype), v.shape.str(),
+        dtype_name(dtype), shape.str());
 }
 
-void check_inputs(ConstTensorView proj, ConstTensorView ape, const EntryView& entries, const SequenceView& seq, const CompressorShape& shape) {
+void check_inputs(ConstTensorView proj, ConstTensorView ape, const EntryView& entries, const SequenceView& seq,
+                  const CompressorShape& shape) {
   check_sequences(seq);
   CHECK(shape.ratio > 0 && shape.width > 0, "ratio {}, width {}", shape.ratio, shape.width);
   check_entries(entries, seq, shape.ratio);
@@ -21,8 +22,8 @@ void check_inputs(ConstTensorView proj, ConstTensorView ape, const EntryView& en
 
 }  // namespace
 
-void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring, const EntryView& entries,
-              const SequenceView& seq, const CompressorShape& shape) {
+void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring,
+              const EntryView& entries, const SequenceView& seq, const CompressorShape& shape) {
   check_inputs(proj, ape, entries, seq, shape);
   CHECK(pooled.dtype == DType::f32 || pooled.dtype == DType::bf16, "pooled is {}", dtype_name(pooled.dtype));
   check("pooled", pooled, pooled.dtype, {entries.num_entries, shape.width});

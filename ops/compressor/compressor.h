@@ -13,7 +13,7 @@
 //   rounding. Row contract holds: an entry depends on its own tokens' rows alone, from this call or from the ring.
 // compress_backward (sequences start at 0): dproj [T, 2*c*dc] f32 written (zero for tokens in no entry), dape_accum [m, c*dc] f32.
 //   dpooled [E, dc] f32. Formulas: V4 spec 6.4. dape is summed over entries in ascending order.
-// Scratch: none. Source: V4 spec 2.4, 2.7.
+// Scratch: c*m row pointers a worker. Source: V4 spec 2.4, 2.7.
 
 #include "core/context.h"
 #include "ops/sequence/sequence.h"

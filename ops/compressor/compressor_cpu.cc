@@ -49,8 +49,8 @@ void forward(TensorView pooled, ConstTensorView proj, ConstTensorView ape, Const
 
 }  // namespace
 
-void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring, const EntryView& entries,
-              const SequenceView& seq, const CompressorShape& shape) {
+void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring,
+              const EntryView& entries, const SequenceView& seq, const CompressorShape& shape) {
   if (pooled.dtype == DType::f32) forward<float>(pooled, proj, ape, ring, entries, seq, shape);
   else forward<bf16>(pooled, proj, ape, ring, entries, seq, shape);
 }

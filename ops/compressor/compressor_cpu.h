@@ -7,11 +7,12 @@
 
 namespace lockstep {
 
-// The projection rows of one entry's tokens, in slot order. Slot j reads half `half(j)` of its row; absent slots (the previous group of
-// entry 0) are skipped: slots run from first_slot to num_slots - 1.
+// The projection rows of one entry's tokens, in slot order. Slot j reads half `half(j)` of its row; absent slots (the previous
+// group of entry 0) are skipped: slots run from first_slot to num_slots - 1.
 class EntrySlots {
  public:
-  EntrySlots(ConstTensorView proj, ConstTensorView ring, const EntryView& entries, const SequenceView& seq, const CompressorShape& shape)
+  EntrySlots(ConstTensorView proj, ConstTensorView ring, const EntryView& entries, const SequenceView& seq,
+             const CompressorShape& shape)
       : proj_(proj.ptr<float>()), proj_stride_(proj.row_stride), ring_rows_(shape.ring_rows()), width_(shape.proj_width()),
         ratio_(shape.ratio), entry_seq_(entries.seq.ptr<int32_t>()), entry_idx_(entries.idx.ptr<int32_t>()),
         seq_row_(seq.seq_row.ptr<int32_t>()), seq_pos_(seq.seq_pos.ptr<int32_t>()), seq_slot_(seq.seq_slot.ptr<int32_t>()) {
@@ -46,15 +47,15 @@ class EntrySlots {
 };
 
 namespace reference {
-void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring, const EntryView& entries,
-              const SequenceView& seq, const CompressorShape& shape);
+void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring,
+              const EntryView& entries, const SequenceView& seq, const CompressorShape& shape);
 void compress_backward(Context& c, TensorView dproj, TensorView dape_accum, ConstTensorView dpooled, ConstTensorView proj,
                        ConstTensorView ape, const EntryView& entries, const SequenceView& seq, const CompressorShape& shape);
 }  // namespace reference
 
 namespace simd {
-void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring, const EntryView& entries,
-              const SequenceView& seq, const CompressorShape& shape);
+void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring,
+              const EntryView& entries, const SequenceView& seq, const CompressorShape& shape);
 void compress_backward(Context& c, TensorView dproj, TensorView dape_accum, ConstTensorView dpooled, ConstTensorView proj,
                        ConstTensorView ape, const EntryView& entries, const SequenceView& seq, const CompressorShape& shape);
 }  // namespace simd

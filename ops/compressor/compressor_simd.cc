@@ -1,4 +1,5 @@
-// Pooling with lanes over channels. Every channel is independent, so the order of operations is that of the reference whatever the width.
+// Pooling with lanes over channels. Every channel is independent, so the order of operations is that of the reference whatever
+// the width.
 
 #include "ops/compressor/compressor_cpu.h"
 
@@ -25,7 +26,9 @@ struct Slot {
 // Masked memory access for the last channels; `n` is how many there are, kLanes or fewer.
 struct Lanes {
   explicit Lanes(int64_t n) : whole(n >= kLanes), mask(hn::FirstN(F32Tag(), static_cast<size_t>(std::min(n, kLanes)))) {}
-  HWY_INLINE hn::Vec<F32Tag> Load(const float* p) const { return whole ? hn::LoadU(F32Tag(), p) : hn::MaskedLoad(mask, F32Tag(), p); }
+  HWY_INLINE hn::Vec<F32Tag> Load(const float* p) const {
+    return whole ? hn::LoadU(F32Tag(), p) : hn::MaskedLoad(mask, F32Tag(), p);
+  }
   HWY_INLINE void Store(hn::Vec<F32Tag> v, float* p) const {
     if (whole) hn::StoreU(v, F32Tag(), p);
     else hn::BlendedStore(v, mask, F32Tag(), p);
@@ -75,8 +78,8 @@ Slot* MakeSlots(Context& c, const CompressorShape& shape) {
 }
 
 template <typename T>
-void Forward(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring, const EntryView& entries,
-             const SequenceView& seq, const CompressorShape& shape) {
+void Forward(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring,
+             const EntryView& entries, const SequenceView& seq, const CompressorShape& shape) {
   const EntrySlots call(proj, ring, entries, seq, shape);
   const int64_t width = shape.width, gate_column = shape.halves() * width;
   ArenaScope scope(*c.workspace);
@@ -182,8 +185,8 @@ namespace lockstep::simd {
 HWY_EXPORT(CompressForward);
 HWY_EXPORT(CompressBackward);
 
-void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring, const EntryView& entries,
-              const SequenceView& seq, const CompressorShape& shape) {
+void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring,
+              const EntryView& entries, const SequenceView& seq, const CompressorShape& shape) {
   HWY_DYNAMIC_DISPATCH(CompressForward)(c, pooled, proj, ape, ring, entries, seq, shape);
 }
 

@@ -1,5 +1,5 @@
-// Pooled entries against a plain f64 evaluation of spec 2.4 and 6.4, vectors against the reference bit for bit, and the row contract over
-// random cuttings with the ring kept between the calls.
+// Pooled entries against a plain f64 evaluation of spec 2.4 and 6.4, vectors against the reference bit for bit, and the row
+// contract over random cuttings with the ring kept between the calls.
 
 #include "ops/compressor/compressor.h"
 
@@ -86,10 +86,11 @@ std::vector<double> doubles(const Tensor& t) {
   return v;
 }
 
-// Bounds in units of kUnit, first order. A gate g = proj + ape errs by |g|, its maximum likewise, g - max by |g - max|, and exp by 2 ulp = 4
-// units: e has relative error E = 4 max|g| + 4 over the slots (|g - max| <= 2 max|g|). n additions: the denominator has E + n, the chain of
-// products E + n, so pooled errs by (2 E + 2 n + 1) * sum a |kv|, storage adds half an ulp. Backward: a = e / denominator has R = 2 E + n + 1;
-// dkv = a g one more; dgate = dkv (kv - C) two more and |dkv| times the error of C; dape adds one rounding of the running sum a term.
+// Bounds in units of kUnit, first order. A gate g = proj + ape errs by |g|, its maximum likewise, g - max by |g - max|, and exp
+// by 2 ulp = 4 units: e has relative error E = 4 max|g| + 4 over the slots (|g - max| <= 2 max|g|). n additions: the denominator
+// has E + n, the chain of products E + n, so pooled errs by (2 E + 2 n + 1) * sum a |kv|, storage adds half an ulp. Backward: a =
+// e / denominator has R = 2 E + n + 1; dkv = a g one more; dgate = dkv (kv - C) two more and |dkv| times the error of C; dape
+// adds one rounding of the running sum a term.
 Want formula(const Problem& p, const std::vector<double>& proj, const std::vector<double>& ape, double storage_units) {
   const int64_t m = p.shape.ratio, width = p.shape.width, columns = p.shape.halves() * width;
   Want w;
@@ -133,7 +134,8 @@ Want formula(const Problem& p, const std::vector<double>& proj, const std::vecto
         for (const Member& k : members) {
           const double a = std::exp(proj[k.gate] + ape[k.ape]) / sum, r = 2 * e_error + n + 2;
           const double dkv = a * g, dgate = dkv * (proj[k.kv] - pooled);
-          const double dgate_error = (r + 3) * std::abs(dkv) * (std::abs(proj[k.kv]) + std::abs(pooled)) + std::abs(dkv) * pooled_error;
+          const double dgate_error =
+              (r + 3) * std::abs(dkv) * (std::abs(proj[k.kv]) + std::abs(pooled)) + std::abs(dkv) * pooled_error;
           w.dproj[k.kv] = dkv;
           w.dproj[k.gate] = dgate;
           w.dproj_bound[k.kv] = kUnit * r * std::abs(dkv);
@@ -144,7 +146,8 @@ Want formula(const Problem& p, const std::vector<double>& proj, const std::vecto
           sums[k.ape] += std::abs(dgate);
         }
       }
-  for (size_t i = 0; i < ape.size(); ++i) w.dape_bound[i] += kUnit * terms[i] * (sums[i] + 1);  // + 1: what the accumulator starts from
+  for (size_t i = 0; i < ape.size(); ++i)
+    w.dape_bound[i] += kUnit * terms[i] * (sums[i] + 1);  // + 1: what the accumulator starts from
   return w;
 }
 
@@ -164,9 +167,11 @@ TEST(Compressor, ForwardIsTheFormula) {
     const Problem p(config);
     const std::vector<double> proj = doubles(p.proj), ape = doubles(p.ape);
     Want want = formula(p, proj, ape, 1);
-    EXPECT_LE(worst_ratio(run_packed(context, p, DType::f32), want.pooled, want.bound), 1.0) << config.shape.ratio << " " << config.shape.width;
+    EXPECT_LE(worst_ratio(run_packed(context, p, DType::f32), want.pooled, want.bound), 1.0)
+        << config.shape.ratio << " " << config.shape.width;
     want = formula(p, proj, ape, 0x1p16);
-    EXPECT_LE(worst_ratio(run_packed(context, p, DType::bf16), want.pooled, want.bound), 1.0) << config.shape.ratio << " " << config.shape.width;
+    EXPECT_LE(worst_ratio(run_packed(context, p, DType::bf16), want.pooled, want.bound), 1.0)
+        << config.shape.ratio << " " << config.shape.width;
   }
 }
 
@@ -210,16 +215,21 @@ TEST(Compressor, VectorsAndThreadsGiveTheReferencesBits) {
   CpuContext one(1);
   for (const Config& config : configs()) {
     const Problem p(config);
-    const Tensor want = run_packed(one, p, DType::f32, reference::compress), want16 = run_packed(one, p, DType::bf16, reference::compress);
+    const Tensor want = run_packed(one, p, DType::f32, reference::compress),
+                 want16 = run_packed(one, p, DType::bf16, reference::compress);
     const Gradients want_g = run_backward(one, p, 0.25f, reference::compress_backward);
     testing::for_each_simd_target([&](const std::string& target) {
       for (int threads = 1; threads <= 4; ++threads) {
         CpuContext context(threads);
-        EXPECT_EQ(testing::count_bit_differences(run_packed(context, p, DType::f32, simd::compress), want), 0) << target << " " << threads;
-        EXPECT_EQ(testing::count_bit_differences(run_packed(context, p, DType::bf16, simd::compress), want16), 0) << target << " " << threads;
+        EXPECT_EQ(testing::count_bit_differences(run_packed(context, p, DType::f32, simd::compress), want), 0)
+            << target << " " << threads;
+        EXPECT_EQ(testing::count_bit_differences(run_packed(context, p, DType::bf16, simd::compress), want16), 0)
+            << target << " " << threads;
         const Gradients g = run_backward(context, p, 0.25f, simd::compress_backward);
-        EXPECT_EQ(testing::count_bit_differences(g.dproj, want_g.dproj), 0) << target << " " << threads << " " << config.shape.width;
-        EXPECT_EQ(testing::count_bit_differences(g.dape, want_g.dape), 0) << target << " " << threads << " " << config.shape.width;
+        EXPECT_EQ(testing::count_bit_differences(g.dproj, want_g.dproj), 0)
+            << target << " " << threads << " " << config.shape.width;
+        EXPECT_EQ(testing::count_bit_differences(g.dape, want_g.dape), 0)
+            << target << " " << threads << " " << config.shape.width;
       }
     });
   }
@@ -237,7 +247,8 @@ TEST(Compressor, RowContractOverRandomCuttings) {
       CpuContext context(1 + round % 3);
       Philox rng(static_cast<uint64_t>(round) + 50, RngPurpose::test);
       const int64_t max_rows = std::vector<int64_t>{1, 2, 5, 37, 1000, 3}[static_cast<size_t>(round)];
-      Tensor ring = testing::random_tensor(rng.next(), DType::f32, {p.set.num_slots, p.shape.ring_rows(), p.shape.proj_width()}, 50.0f);
+      Tensor ring =
+          testing::random_tensor(rng.next(), DType::f32, {p.set.num_slots, p.shape.ring_rows(), p.shape.proj_width()}, 50.0f);
       Tensor got(DType::f32, {p.num_entries, p.shape.width});
       for (const auto& parts : testing::random_schedule(rng, p.set, max_rows)) {
         Call call(p.set, parts);
@@ -252,7 +263,8 @@ TEST(Compressor, RowContractOverRandomCuttings) {
           for (int64_t i = 0; i < p.shape.width; ++i) got.set(row * p.shape.width + i, pooled.get(e * p.shape.width + i));
         }
       }
-      EXPECT_EQ(testing::count_bit_differences(got, want), 0) << config.shape.ratio << " " << config.shape.width << " round " << round;
+      EXPECT_EQ(testing::count_bit_differences(got, want), 0)
+          << config.shape.ratio << " " << config.shape.width << " round " << round;
     }
   }
 }
@@ -280,9 +292,12 @@ TEST(CompressorDeath, WrongArguments) {
   const EntryView entries = call.entries(4);
   Tensor pooled(DType::f32, {3, 4}), short_pooled(DType::f32, {2, 4});
   EXPECT_DEATH(compress(context, short_pooled, p.proj, p.ape, {}, entries, call.view(), p.shape), "pooled is f32 \\[2, 4\\]");
-  EXPECT_DEATH(compress(context, pooled, p.proj, p.ape, {}, call.entries(2), call.view(), p.shape), "completes 2 entries of ratio 4, the list has 4");
-  EXPECT_DEATH(compress(context, pooled, p.proj.view().cols(0, 8), p.ape, {}, entries, call.view(), p.shape), "proj is f32 \\[14, 8\\]");
-  EXPECT_DEATH(compress(context, pooled, p.proj, p.ape.view().cols(0, 4), {}, entries, call.view(), p.shape), "ape is f32 \\[4, 4\\]");
+  EXPECT_DEATH(compress(context, pooled, p.proj, p.ape, {}, call.entries(2), call.view(), p.shape),
+               "completes 2 entries of ratio 4, the list has 4");
+  EXPECT_DEATH(compress(context, pooled, p.proj.view().cols(0, 8), p.ape, {}, entries, call.view(), p.shape),
+               "proj is f32 \\[14, 8\\]");
+  EXPECT_DEATH(compress(context, pooled, p.proj, p.ape.view().cols(0, 4), {}, entries, call.view(), p.shape),
+               "ape is f32 \\[4, 4\\]");
   Call later(p.set, {{.id = 0, .pos = 4, .rows = 5}, {.id = 1, .pos = 0, .rows = 5}});
   const Tensor proj = later.take(p.proj);
   Tensor two(DType::f32, {2, 4}), dproj(DType::f32, {10, 16}), dape(DType::f32, {4, 8});

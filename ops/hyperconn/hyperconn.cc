@@ -14,8 +14,8 @@ void check_shape(const char* op, const char* name, ConstTensorView v, DType dtyp
 }
 
 void check_streams(const char* op, ConstTensorView x) {
-  CHECK(x.shape.rank == 3 && x.dim(1) >= 1 && x.dim(1) <= kHyperMaxStreams && x.dim(2) >= 1 && is_float(x.dtype), "{}: x is {} {}", op,
-        dtype_name(x.dtype), x.shape.str());
+  CHECK(x.shape.rank == 3 && x.dim(1) >= 1 && x.dim(1) <= kHyperMaxStreams && x.dim(2) >= 1 && is_float(x.dtype),
+        "{}: x is {} {}", op, dtype_name(x.dtype), x.shape.str());
 }
 
 // Rows of fn: the head has pre alone.

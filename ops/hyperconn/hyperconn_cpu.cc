@@ -129,8 +129,8 @@ void post_rows(TensorView xout, ConstTensorView x, ConstTensorView y, ConstTenso
 }
 
 template <typename T>
-void post_backward_rows(TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x,
-                        ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
+void post_backward_rows(TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout,
+                        ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
   const int64_t n = x.dim(1), width = x.dim(2);
   for (int64_t t = 0; t < x.rows(); ++t) {
     const float* g = dxout.row<float>(t);
@@ -237,7 +237,8 @@ void hyper_pre(Context& c, TensorView h, ConstTensorView x, ConstTensorView pre)
 
 void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x,
                         ConstTensorView pre) {
-  x.dtype == DType::f32 ? pre_backward_rows<float>(dx_accum, dpre, dh, x, pre) : pre_backward_rows<bf16>(dx_accum, dpre, dh, x, pre);
+  x.dtype == DType::f32 ? pre_backward_rows<float>(dx_accum, dpre, dh, x, pre)
+                        : pre_backward_rows<bf16>(dx_accum, dpre, dh, x, pre);
 }
 
 void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb) {

@@ -207,7 +207,8 @@ HWY_INLINE void AddScaledRows(TensorView dx_accum, ConstTensorView x, int64_t t0
     const T* from = x.ptr<T>() + (t0 + k) * x.row_stride;
     float* to = dx_accum.ptr<float>() + (t0 + k) * dx_accum.row_stride;
     const F32Vec f = hn::Set(F32Tag(), factor[k]);
-    ForRow(x.dim(1) * x.dim(2), [&](auto io, int64_t i) HWY_ATTR { io.Store(hn::MulAdd(f, io.Load(from + i), io.Load(to + i)), to + i); });
+    ForRow(x.dim(1) * x.dim(2),
+           [&](auto io, int64_t i) HWY_ATTR { io.Store(hn::MulAdd(f, io.Load(from + i), io.Load(to + i)), to + i); });
   }
 }
 
@@ -413,9 +414,9 @@ void Coefficients(TensorView pre, TensorView post, TensorView comb, TensorView i
   shape.streams == 4 ? CoefficientRows<4>(pre, post, comb, inv_rms, raw, w, shape)
                      : CoefficientRows<0>(pre, post, comb, inv_rms, raw, w, shape);
 }
-void CoefficientsBackward(TensorView dx_accum, TensorView dlogits, ConstTensorView dpre, ConstTensorView dpost, ConstTensorView dcomb,
-                          ConstTensorView raw, ConstTensorView inv_rms, ConstTensorView x, const HyperWeights& w,
-                          const HyperShape& shape, float* record) {
+void CoefficientsBackward(TensorView dx_accum, TensorView dlogits, ConstTensorView dpre, ConstTensorView dpost,
+                          ConstTensorView dcomb, ConstTensorView raw, ConstTensorView inv_rms, ConstTensorView x,
+                          const HyperWeights& w, const HyperShape& shape, float* record) {
   shape.streams == 4 ? CoefficientBackwardRows<4>(dx_accum, dlogits, dpre, dpost, dcomb, raw, inv_rms, x, w, shape, record)
                      : CoefficientBackwardRows<0>(dx_accum, dlogits, dpre, dpost, dcomb, raw, inv_rms, x, w, shape, record);
 }

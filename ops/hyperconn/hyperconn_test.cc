@@ -33,6 +33,9 @@ std::vector<double> doubles(const Tensor& t) {
   return out;
 }
 
+// Which scale logit r uses; the head has logits 0 to n alone.
+int64_t scale_index(int64_t r, int64_t n) { return r < n ? 0 : r < 2 * n ? 1 : 2; }
+
 double sigmoid(double z) { return 1 / (1 + std::exp(-z)); }
 
 std::vector<double> sinkhorn(std::vector<double> c, int64_t n, int iters, double eps) {
@@ -70,7 +73,7 @@ std::vector<double> logits_of(const double* x, const Parameters& p) {
   for (int64_t r = 0; r < p.logits(); ++r) {
     double dot = 0;
     for (int64_t i = 0; i < elements; ++i) dot += p.fn[r * elements + i] * x[i];
-    z[r] = inv * dot * p.scale[r < n ? 0 : r < 2 * n ? 1 : 2] + p.base[r];
+    z[r] = inv * dot * p.scale[scale_index(r, n)] + p.base[r];
   }
   return z;
 }
@@ -93,10 +96,12 @@ struct Site {
   HyperShape shape;
   bool head = false;
 
-  Site(uint64_t seed, DType dtype, int64_t rows, int64_t streams, int64_t width, bool head_form = false, int iters = 20) : head(head_form) {
+  Site(uint64_t seed, DType dtype, int64_t rows, int64_t streams, int64_t width, bool head_form = false, int iters = 20)
+      : head(head_form) {
     const int64_t logits = head ? streams : (2 + streams) * streams;
     x = testing::random_tensor(seed, dtype, {rows, streams, width}, 2.0f);
-    fn = testing::random_tensor(seed + 1, DType::f32, {logits, streams * width}, 1.0f / std::sqrt(static_cast<float>(streams * width)));
+    fn = testing::random_tensor(seed + 1, DType::f32, {logits, streams * width},
+                                1.0f / std::sqrt(static_cast<float>(streams * width)));
     base = testing::random_tensor(seed + 2, DType::f32, {logits}, 1.5f);
     scale = testing::random_tensor(seed + 3, DType::f32, {head ? 1 : 3}, 1.5f);
     shape = {.streams = streams, .sinkhorn_iters = iters, .norm_eps = 0.01f, .hc_eps = 0.01f};  // large enough to be missed
@@ -145,7 +150,8 @@ TEST(Hyperconn, SinkhornOfTheSpec) {
 struct Sizes {
   int64_t rows, streams, width;
 };
-const Sizes kSizes[] = {{0, 4, 8}, {1, 4, 64}, {3, 1, 1}, {17, 2, 7}, {5, 3, 33}, {40, 4, 16}, {33, 4, 37}, {2, 5, 20}, {18, 8, 12}, {200, 4, 64}};
+const Sizes kSizes[] = {{0, 4, 8},   {1, 4, 64},  {3, 1, 1},  {17, 2, 7},  {5, 3, 33},
+                        {40, 4, 16}, {33, 4, 37}, {2, 5, 20}, {18, 8, 12}, {200, 4, 64}};
 
 TEST(Hyperconn, MixMatchesTheFormula) {
   CpuContext c(2);
@@ -168,7 +174,7 @@ TEST(Hyperconn, MixMatchesTheFormula) {
             double size = 0;
             for (int64_t i = 0; i < elements; ++i) size += std::abs(p.fn[r * elements + i] * x[t * elements + i]);
             const double roundings = static_cast<double>(elements) + static_cast<double>(elements) / 32 + 8;
-            const double scale = std::abs(p.scale[head ? 0 : static_cast<int64_t>(r) < n ? 0 : static_cast<int64_t>(r) < 2 * n ? 1 : 2]);
+            const double scale = std::abs(p.scale[scale_index(static_cast<int64_t>(r), n)]);
             z_error[r] = kUnit * (roundings * inv * size * scale + std::abs(z[r]));
           }
           // The slope of the sigmoid is at most 1/4; exp within 2 ulp, a sum, a division, + eps: 7 units.
@@ -184,7 +190,8 @@ TEST(Hyperconn, MixMatchesTheFormula) {
           const double entering = *std::max_element(z_error.begin() + 2 * n, z_error.end()) +
                                   (6 + (*high - *low) + static_cast<double>(n) + 2) * kUnit;
           const double relative = 4 * entering / (1 - kappa);
-          for (int64_t i = 0; i < n * n; ++i) EXPECT_NEAR(m.comb.get(t * n * n + i), want.comb[i], relative * want.comb[i]) << n << " " << i;
+          for (int64_t i = 0; i < n * n; ++i)
+            EXPECT_NEAR(m.comb.get(t * n * n + i), want.comb[i], relative * want.comb[i]) << n << " " << i;
         }
       }
 }
@@ -194,8 +201,10 @@ TEST(Hyperconn, PreAndPostMatchTheFormula) {
   for (const DType dtype : {DType::f32, DType::bf16})
     for (const Sizes& k : kSizes) {
       const int64_t n = k.streams;
-      const Tensor x = testing::random_tensor(1, dtype, {k.rows, n, k.width}), y = testing::random_tensor(2, dtype, {k.rows, k.width});
-      const Tensor pre = testing::random_tensor(3, DType::f32, {k.rows, n}), post = testing::random_tensor(4, DType::f32, {k.rows, n});
+      const Tensor x = testing::random_tensor(1, dtype, {k.rows, n, k.width}),
+                   y = testing::random_tensor(2, dtype, {k.rows, k.width});
+      const Tensor pre = testing::random_tensor(3, DType::f32, {k.rows, n}),
+                   post = testing::random_tensor(4, DType::f32, {k.rows, n});
       const Tensor comb = testing::random_tensor(5, DType::f32, {k.rows, n * n});
       Tensor h(dtype, {k.rows, k.width}), xout(dtype, {k.rows, n, k.width});
       hyper_pre(c, h, x, pre);
@@ -218,7 +227,8 @@ TEST(Hyperconn, PreAndPostMatchTheFormula) {
               want += term;
               size += std::abs(term);
             }
-            EXPECT_NEAR(xout.get((t * n + to) * k.width + i), want, static_cast<double>(n + 1) * kUnit * size + storage * std::abs(want));
+            EXPECT_NEAR(xout.get((t * n + to) * k.width + i), want,
+                        static_cast<double>(n + 1) * kUnit * size + storage * std::abs(want));
           }
         }
     }
@@ -250,7 +260,8 @@ TEST(Hyperconn, MixBackwardIsTheGradient) {
     const int64_t n = k.streams, elements = n * k.width;
     const Site s(1, DType::f32, k.rows, n, k.width, k.head, k.iters);
     const Mixed m(c, s);
-    const Tensor dpre = testing::random_tensor(11, DType::f32, {k.rows, n}), dpost = testing::random_tensor(12, DType::f32, {k.rows, n});
+    const Tensor dpre = testing::random_tensor(11, DType::f32, {k.rows, n}),
+                 dpost = testing::random_tensor(12, DType::f32, {k.rows, n});
     const Tensor dcomb = testing::random_tensor(13, DType::f32, {k.rows, n * n});
     const Tensor dx_start = testing::random_tensor(14, DType::f32, s.x.view().shape);
     const Tensor dfn_start = testing::random_tensor(15, DType::f32, s.fn.view().shape);
@@ -291,11 +302,13 @@ TEST(Hyperconn, MixBackwardIsTheGradient) {
         // dx = inv fn' (scale g) - x (inv^3 / N) (scale g . raw): every term with the error of g and its own sums' roundings.
         double through_fn = 0, through_inv = 0;
         for (int64_t r = 0; r < p.logits(); ++r) {
-          const double scale = std::abs(p.scale[r < n ? 0 : r < 2 * n ? 1 : 2]);
+          const double scale = std::abs(p.scale[scale_index(r, n)]);
           through_fn += scale * std::abs(p.fn[r * elements + i]) * inv;
-          through_inv += scale * std::abs(m.raw.get(t * p.logits() + r) * x[t * elements + i]) * inv * inv * inv / static_cast<double>(elements);
+          through_inv += scale * std::abs(m.raw.get(t * p.logits() + r) * x[t * elements + i]) * inv * inv * inv /
+                         static_cast<double>(elements);
         }
-        const double tolerance = (through_fn + through_inv) * (g_error + 2 * static_cast<double>(p.logits() + 10) * kUnit) + 2 * kUnit + differences;
+        const double tolerance =
+            (through_fn + through_inv) * (g_error + 2 * static_cast<double>(p.logits() + 10) * kUnit) + 2 * kUnit + differences;
         const int64_t at = t * elements + i;
         EXPECT_NEAR(dx.get(at) - dx_start.get(at), slope(loss, x[at], h), tolerance) << n << (k.head ? " head " : " ") << at;
       }
@@ -318,10 +331,12 @@ TEST(Hyperconn, PreAndPostBackwardAreTheGradients) {
   CpuContext c(2);
   for (const Sizes& k : {Sizes{1, 1, 1}, Sizes{3, 2, 7}, Sizes{2, 4, 37}, Sizes{2, 5, 16}}) {
     const int64_t n = k.streams, width = k.width, rows = k.rows;
-    const Tensor x = testing::random_tensor(1, DType::f32, {rows, n, width}), y = testing::random_tensor(2, DType::f32, {rows, width});
+    const Tensor x = testing::random_tensor(1, DType::f32, {rows, n, width}),
+                 y = testing::random_tensor(2, DType::f32, {rows, width});
     const Tensor pre = testing::random_tensor(3, DType::f32, {rows, n}), post = testing::random_tensor(4, DType::f32, {rows, n});
     const Tensor comb = testing::random_tensor(5, DType::f32, {rows, n * n});
-    const Tensor dh = testing::random_tensor(6, DType::f32, {rows, width}), dxout = testing::random_tensor(7, DType::f32, {rows, n, width});
+    const Tensor dh = testing::random_tensor(6, DType::f32, {rows, width}),
+                 dxout = testing::random_tensor(7, DType::f32, {rows, n, width});
     Tensor dx_post = testing::random_tensor(8, DType::f32, {rows, n, width}), dy(DType::f32, {rows, width});  // dx is overwritten
     Tensor dpost(DType::f32, {rows, n}), dcomb(DType::f32, {rows, n * n}), dpre(DType::f32, {rows, n});
     hyper_post_backward(c, dx_post, dy, dpost, dcomb, dxout, x, y, post, comb);
@@ -348,7 +363,8 @@ TEST(Hyperconn, PreAndPostBackwardAreTheGradients) {
       return sum;
     };
     // Sums of n (mixing) or `width` (dots, by the tree) products of numbers below 1; one more sum where dx is added to.
-    const double mixing = static_cast<double>(n * n) * kUnit, dots = (static_cast<double>(width) / 16 + 6) * static_cast<double>(width) * kUnit;
+    const double mixing = static_cast<double>(n * n) * kUnit,
+                 dots = (static_cast<double>(width) / 16 + 6) * static_cast<double>(width) * kUnit;
     for (int64_t i = 0; i < x.elements(); ++i) {
       const double want = slope(post_loss, xd[i], 1);
       EXPECT_NEAR(dx_post.get(i), want, mixing);
@@ -373,35 +389,44 @@ TensorView inside(const Tensor& wide, Shape shape) {
 std::vector<Tensor> run_kernels(bool simd, Context& c, DType dtype, const Sizes& k, bool head) {
   const int64_t rows = k.rows, n = k.streams, logits = head ? n : (2 + n) * n;
   uint64_t seed = 100;
-  const auto wide = [&](DType type, Shape shape) { return testing::random_tensor(seed++, type, {shape[0], shape.row_elements() + 3}); };
+  const auto wide = [&](DType type, Shape shape) {
+    return testing::random_tensor(seed++, type, {shape[0], shape.row_elements() + 3});
+  };
   const Site s(1, dtype, rows, n, k.width, head, 5);
-  const Shape x_shape = {rows, n, k.width}, n_shape = {rows, n}, nn_shape = {rows, n * n}, h_shape = {rows, k.width}, z_shape = {rows, logits};
+  const Shape x_shape = {rows, n, k.width}, n_shape = {rows, n}, nn_shape = {rows, n * n}, h_shape = {rows, k.width},
+              z_shape = {rows, logits};
   const Tensor x_wide = wide(dtype, x_shape), raw_wide = wide(DType::f32, z_shape), dpre_wide = wide(DType::f32, n_shape);
-  const Tensor dpost_wide = wide(DType::f32, n_shape), dcomb_wide = wide(DType::f32, nn_shape), dh_wide = wide(DType::f32, h_shape);
+  const Tensor dpost_wide = wide(DType::f32, n_shape), dcomb_wide = wide(DType::f32, nn_shape),
+               dh_wide = wide(DType::f32, h_shape);
   const Tensor dxout_wide = wide(DType::f32, x_shape), y_wide = wide(dtype, h_shape);
   const ConstTensorView x = inside(x_wide, x_shape), raw = inside(raw_wide, z_shape), dpre = inside(dpre_wide, n_shape);
   const ConstTensorView dh = inside(dh_wide, h_shape), dxout = inside(dxout_wide, x_shape), y = inside(y_wide, h_shape);
   const ConstTensorView dpost = head ? ConstTensorView() : inside(dpost_wide, n_shape);
   const ConstTensorView dcomb = head ? ConstTensorView() : inside(dcomb_wide, nn_shape);
 
-  Tensor pre = wide(DType::f32, n_shape), post = wide(DType::f32, n_shape), comb = wide(DType::f32, nn_shape), inv(DType::f32, {rows});
-  Tensor dlogits = wide(DType::f32, z_shape), dx = wide(DType::f32, x_shape), h = wide(dtype, h_shape), xout = wide(dtype, x_shape);
+  Tensor pre = wide(DType::f32, n_shape), post = wide(DType::f32, n_shape), comb = wide(DType::f32, nn_shape),
+         inv(DType::f32, {rows});
+  Tensor dlogits = wide(DType::f32, z_shape), dx = wide(DType::f32, x_shape), h = wide(dtype, h_shape),
+         xout = wide(dtype, x_shape);
   Tensor dx_pre = wide(DType::f32, x_shape), dpre_out = wide(DType::f32, n_shape), dx_post = wide(DType::f32, x_shape);
   Tensor dy = wide(DType::f32, h_shape), dpost_out = wide(DType::f32, n_shape), dcomb_out = wide(DType::f32, nn_shape);
-  const TensorView post_view = head ? TensorView() : inside(post, n_shape), comb_view = head ? TensorView() : inside(comb, nn_shape);
+  const TensorView post_view = head ? TensorView() : inside(post, n_shape),
+                   comb_view = head ? TensorView() : inside(comb, nn_shape);
   (simd ? simd::hyper_coefficients : reference::hyper_coefficients)(c, inside(pre, n_shape), post_view, comb_view, inv, raw, x,
                                                                     s.weights(), s.shape);
   (simd ? simd::hyper_coefficients_backward : reference::hyper_coefficients_backward)(
       c, inside(dx, x_shape), inside(dlogits, z_shape), dpre, dpost, dcomb, raw, inv, x, s.weights(), s.shape);
   const ConstTensorView p = inside(pre, n_shape), q = inside(post, n_shape), m = inside(comb, nn_shape);
   (simd ? simd::hyper_pre : reference::hyper_pre)(c, inside(h, h_shape), x, p);
-  (simd ? simd::hyper_pre_backward : reference::hyper_pre_backward)(c, inside(dx_pre, x_shape), inside(dpre_out, n_shape), dh, x, p);
+  (simd ? simd::hyper_pre_backward : reference::hyper_pre_backward)(c, inside(dx_pre, x_shape), inside(dpre_out, n_shape), dh, x,
+                                                                    p);
   (simd ? simd::hyper_post : reference::hyper_post)(c, inside(xout, x_shape), x, y, q, m);
   (simd ? simd::hyper_post_backward : reference::hyper_post_backward)(c, inside(dx_post, x_shape), inside(dy, h_shape),
-                                                                      inside(dpost_out, n_shape), inside(dcomb_out, nn_shape), dxout,
-                                                                      x, y, q, m);
+                                                                      inside(dpost_out, n_shape), inside(dcomb_out, nn_shape),
+                                                                      dxout, x, y, q, m);
   std::vector<Tensor> out;
-  for (Tensor* t : {&pre, &post, &comb, &inv, &dlogits, &dx, &h, &xout, &dx_pre, &dpre_out, &dx_post, &dy, &dpost_out, &dcomb_out})
+  for (Tensor* t :
+       {&pre, &post, &comb, &inv, &dlogits, &dx, &h, &xout, &dx_pre, &dpre_out, &dx_post, &dy, &dpost_out, &dcomb_out})
     out.push_back(std::move(*t));
   return out;
 }
@@ -474,14 +499,17 @@ TEST(HyperconnDeath, ChecksShapesAndTypes) {
   CpuContext c;
   const Site s(1, DType::f32, 2, 4, 8);
   const Mixed m(c, s);
-  Tensor pre(DType::f32, {2, 4}), post(DType::f32, {2, 4}), comb(DType::f32, {2, 16}), raw(DType::f32, {2, 24}), inv(DType::f32, {2});
+  Tensor pre(DType::f32, {2, 4}), post(DType::f32, {2, 4}), comb(DType::f32, {2, 16}), raw(DType::f32, {2, 24}),
+      inv(DType::f32, {2});
   Tensor h(DType::f32, {2, 8}), half(DType::bf16, {2, 8}), x9(DType::f32, {2, 9, 8}), dx(DType::f32, {2, 4, 8});
-  EXPECT_DEATH(hyper_mix(c, pre, post, pre, raw, inv, s.x, s.weights(), s.shape), "comb is f32 \\[2, 4\\], wanted f32 \\[2, 16\\]");
+  EXPECT_DEATH(hyper_mix(c, pre, post, pre, raw, inv, s.x, s.weights(), s.shape),
+               "comb is f32 \\[2, 4\\], wanted f32 \\[2, 16\\]");
   EXPECT_DEATH(hyper_mix(c, pre, post, comb, comb, inv, s.x, s.weights(), s.shape), "raw is f32 \\[2, 16\\]");
   EXPECT_DEATH(hyper_head_mix(c, pre, pre, inv, s.x, s.weights(), s.shape), "base is f32 \\[24\\], wanted f32 \\[4\\]");
   EXPECT_DEATH(hyper_mix(c, pre, post, comb, raw, inv, s.x, s.weights(), {.streams = 3}), "3 streams");
-  EXPECT_DEATH(hyper_mix_backward(c, dx, {.fn = dx, .base = {}, .scale = {}}, pre, post, comb, raw, inv, s.x, s.weights(), s.shape),
-               "dw.fn is f32 \\[2, 4, 8\\]");
+  EXPECT_DEATH(
+      hyper_mix_backward(c, dx, {.fn = dx, .base = {}, .scale = {}}, pre, post, comb, raw, inv, s.x, s.weights(), s.shape),
+      "dw.fn is f32 \\[2, 4, 8\\]");
   EXPECT_DEATH(hyper_pre(c, half, s.x, pre), "h is bf16");
   EXPECT_DEATH(hyper_pre(c, h, x9, pre), "x is f32 \\[2, 9, 8\\]");
   EXPECT_DEATH(hyper_pre_backward(c, dx, comb, h, s.x, pre), "dpre is f32 \\[2, 16\\]");

@@ -8,8 +8,8 @@ namespace lockstep::reference {
 namespace {
 
 template <typename T>
-void select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys, const SequenceView& seq,
-            const IndexerShape& shape) {
+void select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys,
+            const SequenceView& seq, const IndexerShape& shape) {
   const int64_t heads = q.dim(1), width = q.dim(2), k = selected.dim(1);
   int64_t longest = 0;
   for (int64_t s = 0; s < seq.num_sequences; ++s) longest = std::max(longest, (last_position(seq, s) + 1) / shape.ratio);
@@ -25,7 +25,8 @@ void select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView 
         for (int64_t x = 0; x < width; ++x) dot = std::fmaf(to_f32(q.row<T>(t)[h * width + x]), to_f32(key[x]), dot);
         return dot > 0.0f ? dot : 0.0f;
       };
-      score[i] = tree_dot(heads, [&](int64_t h) { return weight.row<float>(t)[h]; }, relu_dot);
+      score[i] = tree_dot(
+          heads, [&](int64_t h) { return weight.row<float>(t)[h]; }, relu_dot);
     }
     // An entry is in when fewer than k come before it in the order (score descending, index ascending).
     int32_t* out = selected.row<int32_t>(t);
@@ -41,8 +42,8 @@ void select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView 
 
 }  // namespace
 
-void index_select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys, const SequenceView& seq,
-                  const IndexerShape& shape) {
+void index_select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys,
+                  const SequenceView& seq, const IndexerShape& shape) {
   if (q.dtype == DType::f32) select<float>(c, selected, q, weight, keys, seq, shape);
   else select<bf16>(c, selected, q, weight, keys, seq, shape);
 }

@@ -6,13 +6,13 @@
 namespace lockstep {
 
 namespace reference {
-void index_select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys, const SequenceView& seq,
-                  const IndexerShape& shape);
+void index_select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys,
+                  const SequenceView& seq, const IndexerShape& shape);
 }  // namespace reference
 
 namespace simd {
-void index_select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys, const SequenceView& seq,
-                  const IndexerShape& shape);
+void index_select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys,
+                  const SequenceView& seq, const IndexerShape& shape);
 }  // namespace simd
 
 }  // namespace lockstep

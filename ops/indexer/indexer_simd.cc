@@ -1,5 +1,5 @@
-// Index scores with lanes over entries, for blocks of keys that stay in cache while a tile of queries reads them; then a selection by
-// counting, which has no branches that depend on the scores.
+// Index scores with lanes over entries, for blocks of keys that stay in cache while a tile of queries reads them; then a
+// selection by counting, which has no branches that depend on the scores.
 
 #include "ops/indexer/indexer_cpu.h"
 
@@ -27,23 +27,33 @@ struct Scratch {
 };
 
 // ranks[i] = an integer that compares as sum_h weight[h] * max(0, dots[h][i]) does, for i in [0, n) and up to a vector more.
-void RankScores(int32_t* ranks, const float* const* dots, const float* weight, int64_t heads, int64_t n) {
+// Virtual lanes kUsed and up of the tree have no head: adding their zeros could only change the sign of a zero, which the end
+// undoes anyway.
+template <int kUsed>
+void RankScoresOf(int32_t* ranks, const float* const* dots, const float* weight, int64_t heads, int64_t n) {
   const F32Tag d;
   const hn::RebindToSigned<F32Tag> di;
+  const auto zero = hn::Zero(d);
   for (int64_t i = 0; i < n; i += kLanes) {
-    hn::Vec<F32Tag> lane[kTreeLanes];
-    for (int64_t l = 0; l < kTreeLanes; ++l) {
-      lane[l] = hn::Zero(d);
+    hn::Vec<F32Tag> lane[kUsed];
+    for (int l = 0; l < kUsed; ++l) {
+      lane[l] = zero;
       for (int64_t h = l; h < heads; h += kTreeLanes) {
         const auto dot = hn::LoadU(d, dots[h] + i);
-        lane[l] = hn::MulAdd(hn::Set(d, weight[h]), hn::IfThenElseZero(hn::Gt(dot, hn::Zero(d)), dot), lane[l]);
+        lane[l] = hn::MulAdd(hn::Set(d, weight[h]), hn::IfThenElseZero(hn::Gt(dot, zero), dot), lane[l]);
       }
     }
-    for (int width = kTreeLanes / 2; width >= 1; width /= 2)
+    for (int width = kUsed / 2; width >= 1; width /= 2)
       for (int l = 0; l < width; ++l) lane[l] = hn::Add(lane[l], lane[l + width]);
-    const auto bits = hn::BitCast(di, hn::Add(lane[0], hn::Zero(d)));  // -0 ties with 0
+    const auto bits = hn::BitCast(di, hn::Add(lane[0], zero));  // -0 ties with 0
     hn::StoreU(hn::Xor(bits, hn::And(hn::ShiftRight<31>(bits), hn::Set(di, 0x7fffffff))), di, ranks + i);
   }
+}
+
+void RankScores(int32_t* ranks, const float* const* dots, const float* weight, int64_t heads, int64_t n) {
+  if (heads <= 4) RankScoresOf<4>(ranks, dots, weight, heads, n);
+  else if (heads <= 8) RankScoresOf<8>(ranks, dots, weight, heads, n);
+  else RankScoresOf<16>(ranks, dots, weight, heads, n);
 }
 
 // How many of [0, n) are larger than `bound`; n is a whole number of vectors.
@@ -55,28 +65,44 @@ int64_t CountAbove(const int32_t* ranks, int64_t n, int32_t bound) {
   return hn::GetLane(hn::SumOfLanes(di, count));
 }
 
-// The k largest of n > k ranks, lower index first among equals, in ascending index.
+// The k largest of n > k ranks, lower index first among equals, in ascending index. Overwrites the ranks.
 void SelectLargest(int32_t* out, int64_t k, int32_t* ranks, int64_t n) {
-  constexpr int32_t kLowest = std::numeric_limits<int32_t>::min();
+  const hn::RebindToSigned<F32Tag> di;
   const int64_t padded = (n + kLanes - 1) / kLanes * kLanes;
-  std::fill(ranks + n, ranks + padded, kLowest);
-  // The k-th largest: the highest value that k ranks reach, bit by bit from the top, offset to make it unsigned. The padding is above nothing.
+  std::fill(ranks + n, ranks + padded, std::numeric_limits<int32_t>::min());
+  // A threshold that at least k ranks reach, bit by bit from the top (offset to make it unsigned), until exactly k do or it is
+  // the k-th largest itself. The padding is above nothing.
   uint32_t found = 0;
-  for (uint32_t bit = 0x80000000u; bit != 0; bit >>= 1)
-    if (CountAbove(ranks, padded, static_cast<int32_t>(((found | bit) - 1) ^ 0x80000000u)) >= k) found |= bit;
+  for (uint32_t bit = 0x80000000u; bit != 0; bit >>= 1) {
+    const int64_t count = CountAbove(ranks, padded, static_cast<int32_t>(((found | bit) - 1) ^ 0x80000000u));
+    if (count >= k) found |= bit;
+    if (count == k) break;
+  }
   const int32_t threshold = static_cast<int32_t>(found ^ 0x80000000u);
   int64_t equal_left = k - CountAbove(ranks, padded, threshold);
-  for (int64_t i = 0, taken = 0; taken < k; ++i) {
-    const bool equal = ranks[i] == threshold;
-    if (ranks[i] < threshold || (equal && equal_left == 0)) continue;
-    equal_left -= equal;
-    out[taken++] = static_cast<int32_t>(i);
+  // The list grows over ranks that have been read.
+  const auto v = hn::Set(di, threshold);
+  int64_t taken = 0;
+  for (int64_t i = 0; i < padded && taken < k; i += kLanes) {
+    const auto rank = hn::LoadU(di, ranks + i);
+    auto equal = hn::Eq(rank, v);
+    if (const int64_t num_equal = static_cast<int64_t>(hn::CountTrue(di, equal)); num_equal > equal_left) {
+      int64_t lanes = 0;
+      for (int64_t left = equal_left; left > 0; ++lanes) left -= ranks[i + lanes] == threshold;
+      equal = hn::And(equal, hn::FirstN(di, static_cast<size_t>(lanes)));
+      equal_left = 0;
+    } else {
+      equal_left -= num_equal;
+    }
+    taken += static_cast<int64_t>(
+        hn::CompressStore(hn::Iota(di, static_cast<int32_t>(i)), hn::Or(hn::Gt(rank, v), equal), di, ranks + taken));
   }
+  std::copy_n(ranks, k, out);
 }
 
 template <typename T>
-void Select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys, const SequenceView& seq,
-            const IndexerShape& shape) {
+void Select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys,
+            const SequenceView& seq, const IndexerShape& shape) {
   const int64_t heads = q.dim(1), width = q.dim(2), k = selected.dim(1), num_tokens = seq.num_tokens;
   const int32_t* token_seq = seq.token_seq.ptr<int32_t>();
   const int32_t* token_pos = seq.token_pos.ptr<int32_t>();
@@ -119,9 +145,16 @@ void Select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView 
       for (int64_t t = first_scored; t < end; ++t) {
         const int64_t n = std::min(kBlockKeys, visible(t) - key);
         if (n <= 0) continue;
-        MultiplyRows({.weight = AsFloats(q.row<T>(t), heads * width, scratch->query), .out_step = width, .row_step = 1,
-                      .row = scratch->keys.channel, .num_rows = width, .row_offset = 0, .out = scratch->dot_row, .num_out = heads,
-                      .out_offset = 0, .width = (n + kLanes - 1) / kLanes * kLanes});
+        MultiplyRows({.weight = AsFloats(q.row<T>(t), heads * width, scratch->query),
+                      .out_step = width,
+                      .row_step = 1,
+                      .row = scratch->keys.channel,
+                      .num_rows = width,
+                      .row_offset = 0,
+                      .out = scratch->dot_row,
+                      .num_out = heads,
+                      .out_offset = 0,
+                      .width = (n + kLanes - 1) / kLanes * kLanes});
         RankScores(scratch->ranks + (t - begin) * scratch->stride + key, scratch->dot_row, weight.row<float>(t), heads, n);
       }
     }
@@ -143,8 +176,8 @@ void Select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView 
   });
 }
 
-void IndexSelect(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys, const SequenceView& seq,
-                 const IndexerShape& shape) {
+void IndexSelect(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys,
+                 const SequenceView& seq, const IndexerShape& shape) {
   if (q.dtype == DType::f32) Select<float>(c, selected, q, weight, keys, seq, shape);
   else Select<bf16>(c, selected, q, weight, keys, seq, shape);
 }
@@ -157,8 +190,8 @@ HWY_AFTER_NAMESPACE();
 namespace lockstep::simd {
 HWY_EXPORT(IndexSelect);
 
-void index_select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys, const SequenceView& seq,
-                  const IndexerShape& shape) {
+void index_select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView weight, ConstTensorView keys,
+                  const SequenceView& seq, const IndexerShape& shape) {
   HWY_DYNAMIC_DISPATCH(IndexSelect)(c, selected, q, weight, keys, seq, shape);
 }
 

@@ -1,5 +1,5 @@
-// Selections against a plain f64 evaluation of spec 2.6 wherever rounding cannot decide, vectors against the reference exactly, ties, and the
-// row contract over random cuttings with pages kept between the calls.
+// Selections against a plain f64 evaluation of spec 2.6 wherever rounding cannot decide, vectors against the reference exactly,
+// ties, and the row contract over random cuttings with pages kept between the calls.
 
 #include "ops/indexer/indexer.h"
 
@@ -27,18 +27,16 @@ struct Config {
 std::vector<Config> configs() {
   return {
       {{3}, 2, 4, 4, 2},  // nothing to see
-      {{16, 17, 40}, 1, 1, 4, 1},
-      {{40, 3, 4, 5, 77}, 4, 16, 4, 3},
-      {{200, 33}, 5, 19, 2, 17},
-      {{130, 9}, 16, 32, 4, 100},  // k larger than the entries
-      {{90}, 33, 8, 1, 31},
-      {{700}, 3, 20, 1, 64},  // several blocks of keys
+      {{16, 17, 40}, 1, 1, 4, 1}, {{40, 3, 4, 5, 77}, 4, 16, 4, 3},
+      {{200, 33}, 5, 19, 2, 17},  {{130, 9}, 16, 32, 4, 100},  // k larger than the entries
+      {{90}, 33, 8, 1, 31},       {{700}, 3, 20, 1, 64},       // several blocks of keys
       {{48}, 64, 128, 4, 8},
   };
 }
 
 struct Problem {
-  Problem(const Config& config, DType dtype, uint64_t seed = 1) : config(config), dtype(dtype), shape{.ratio = config.ratio, .per_page = 3} {
+  Problem(const Config& config, DType dtype, uint64_t seed = 1)
+      : config(config), dtype(dtype), shape{.ratio = config.ratio, .per_page = 3} {
     set = testing::make_sequence_set(seed, config.length, 3 * config.ratio);
     q = testing::random_tensor(seed + 1, dtype, {set.num_rows, config.heads, config.width});
     weight = testing::random_tensor(seed + 2, DType::f32, {set.num_rows, config.heads});
@@ -63,8 +61,9 @@ Tensor run_packed(Context& c, const Problem& p, decltype(&index_select) f = inde
 
 class IndexerTest : public ::testing::TestWithParam<DType> {};
 
-// The list is ascending, min(k, visible) long and padded with -1, and no entry outside it beats one inside it by more than the rounding of
-// both scores: d fused steps a dot, at most ceil(heads / 16) + 4 additions over heads (counted as heads + 5), of sum |w| sum |q key|.
+// The list is ascending, min(k, visible) long and padded with -1, and no entry outside it beats one inside it by more than the
+// rounding of both scores: d fused steps a dot, at most ceil(heads / 16) + 4 additions over heads (counted as heads + 5), of sum
+// |w| sum |q key|.
 TEST_P(IndexerTest, TakesTheBestOfTheFormula) {
   CpuContext context(2);
   for (const Config& config : configs()) {
@@ -127,7 +126,8 @@ TEST_P(IndexerTest, VectorsAndThreadsGiveTheReferencesChoice) {
       for (int threads = 1; threads <= 4; ++threads) {
         CpuContext context(threads);
         const Tensor got = run_packed(context, p, simd::index_select);
-        EXPECT_EQ(testing::count_bit_differences(got, want), 0) << target << " " << threads << " " << config.heads << "x" << config.width;
+        EXPECT_EQ(testing::count_bit_differences(got, want), 0)
+            << target << " " << threads << " " << config.heads << "x" << config.width;
       }
     });
   }
@@ -204,11 +204,15 @@ TEST(IndexerDeath, WrongArguments) {
   CpuContext context(1);
   Call call(p.set, testing::packed_parts(p.set), /*with_slots=*/false);
   Tensor selected(DType::i32, {14, 2});
-  EXPECT_DEATH(index_select(context, selected.view().slice(0, 13), p.q, p.weight, p.keys, call.view(), p.shape), "selected i32 \\[13, 2\\]");
-  EXPECT_DEATH(index_select(context, selected, p.q, p.weight.view().cols(0, 1), p.keys, call.view(), p.shape), "weight f32 \\[14, 1\\]");
-  EXPECT_DEATH(index_select(context, selected, p.q, p.weight, p.keys.view().slice(0, 3), call.view(), p.shape), "the store has 3 rows");
+  EXPECT_DEATH(index_select(context, selected.view().slice(0, 13), p.q, p.weight, p.keys, call.view(), p.shape),
+               "selected i32 \\[13, 2\\]");
+  EXPECT_DEATH(index_select(context, selected, p.q, p.weight.view().cols(0, 1), p.keys, call.view(), p.shape),
+               "weight f32 \\[14, 1\\]");
+  EXPECT_DEATH(index_select(context, selected, p.q, p.weight, p.keys.view().slice(0, 3), call.view(), p.shape),
+               "the store has 3 rows");
   EXPECT_DEATH(index_select(context, selected, p.q, p.weight, p.keys.view().cols(0, 3), call.view(), p.shape), "keys f32");
-  EXPECT_DEATH(index_select(context, selected, p.q, p.weight, p.keys, call.view(), {.ratio = 3, .per_page = 3}), "entries of ratio 3");
+  EXPECT_DEATH(index_select(context, selected, p.q, p.weight, p.keys, call.view(), {.ratio = 3, .per_page = 3}),
+               "entries of ratio 3");
 }
 
 }  // namespace

@@ -46,27 +46,28 @@ void check_forward(const char* op, ConstTensorView y, ConstTensorView x, const S
   check_matrix(op, "x", x);
   check_matrix(op, "y", y);
   const int64_t n = w[w.rank - 2], k = w[w.rank - 1];
-  CHECK(x.shape[1] == k && y.shape[1] == n && x.shape[0] == y.shape[0], "{}: x is {}, w is {}, y is {}", op, x.shape.str(), w.str(),
-        y.shape.str());
+  CHECK(x.shape[1] == k && y.shape[1] == n && x.shape[0] == y.shape[0], "{}: x is {}, w is {}, y is {}", op, x.shape.str(),
+        w.str(), y.shape.str());
 }
 
 void check_backward_input(const char* op, ConstTensorView dx, ConstTensorView dy, const Shape& w) {
   check_f32_matrix(op, "dx", dx);
   check_f32_matrix(op, "dy", dy);
   const int64_t n = w[w.rank - 2], k = w[w.rank - 1];
-  CHECK(dy.shape[1] == n && dx.shape[1] == k && dx.shape[0] == dy.shape[0], "{}: dy is {}, w is {}, dx is {}", op, dy.shape.str(),
-        w.str(), dx.shape.str());
+  CHECK(dy.shape[1] == n && dx.shape[1] == k && dx.shape[0] == dy.shape[0], "{}: dy is {}, w is {}, dx is {}", op,
+        dy.shape.str(), w.str(), dx.shape.str());
 }
 
 void check_backward_weight(const char* op, ConstTensorView dw, ConstTensorView dy, ConstTensorView x, int experts) {
   check_f32_matrix(op, "dy", dy);
   check_matrix(op, "x", x);
   const Shape& s = dw.shape;
-  CHECK(s.rank == 2 + experts && dw.dtype == DType::f32, "{}: dw_accum is {} {}, wanted f32 {}", op, dtype_name(dw.dtype), s.str(),
-        experts == 0 ? "[N, K]" : "[E, N, K]");
-  CHECK(dw.rows() <= 1 || dw.row_stride >= s.row_elements(), "{}: dw_accum is {} with a stride of {}", op, s.str(), dw.row_stride);
-  CHECK(dy.shape[0] == x.shape[0] && s[s.rank - 2] == dy.shape[1] && s[s.rank - 1] == x.shape[1], "{}: dy is {}, x is {}, dw_accum is {}",
-        op, dy.shape.str(), x.shape.str(), s.str());
+  CHECK(s.rank == 2 + experts && dw.dtype == DType::f32, "{}: dw_accum is {} {}, wanted f32 {}", op, dtype_name(dw.dtype),
+        s.str(), experts == 0 ? "[N, K]" : "[E, N, K]");
+  CHECK(dw.rows() <= 1 || dw.row_stride >= s.row_elements(), "{}: dw_accum is {} with a stride of {}", op, s.str(),
+        dw.row_stride);
+  CHECK(dy.shape[0] == x.shape[0] && s[s.rank - 2] == dy.shape[1] && s[s.rank - 1] == x.shape[1],
+        "{}: dy is {}, x is {}, dw_accum is {}", op, dy.shape.str(), x.shape.str(), s.str());
 }
 
 }  // namespace
@@ -80,8 +81,8 @@ Shape panel_shape(const Shape& rows) {
 void pack_panels(Context& c, TensorView panels, ConstTensorView rows) {
   check_weight("pack_panels", {rows, {}}, rows.shape.rank == 3 ? 1 : 0);
   CHECK(panels.dtype == rows.dtype && panels.shape == panel_shape(rows.shape) && panels.contiguous(),
-        "pack_panels: panels are {} {}, rows are {} {}, wanted contiguous panels {}", dtype_name(panels.dtype), panels.shape.str(),
-        dtype_name(rows.dtype), rows.shape.str(), panel_shape(rows.shape).str());
+        "pack_panels: panels are {} {}, rows are {} {}, wanted contiguous panels {}", dtype_name(panels.dtype),
+        panels.shape.str(), dtype_name(rows.dtype), rows.shape.str(), panel_shape(rows.shape).str());
   simd::pack_panels(c, panels, rows);
 }
 

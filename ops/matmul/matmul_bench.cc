@@ -119,7 +119,9 @@ Tensor& keep(Tensor t) {
   return row_tensors().back();
 }
 
-Tensor& inputs(DType dtype, Shape shape) { return keep(testing::random_tensor(static_cast<uint64_t>(shape.elements()), dtype, shape)); }
+Tensor& inputs(DType dtype, Shape shape) {
+  return keep(testing::random_tensor(static_cast<uint64_t>(shape.elements()), dtype, shape));
+}
 
 WeightView weight(Tensor& rows) {
   Tensor& panels = keep(Tensor(rows.view().dtype, panel_shape(rows.view().shape)));
@@ -187,9 +189,13 @@ Row gradient_row(DType dtype, int64_t m, int64_t n, int64_t k, int threads, Pass
   const float* left = dy.ptr<float>();
   const int mi = static_cast<int>(m), ni = static_cast<int>(n), ki = static_cast<int>(k);
   if (pass == Pass::input)
-    row.peer = [=] { cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, mi, ki, ni, 1.0f, left, ni, other, ki, 0.0f, out, ki); };
+    row.peer = [=] {
+      cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, mi, ki, ni, 1.0f, left, ni, other, ki, 0.0f, out, ki);
+    };
   else
-    row.peer = [=] { cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, ni, ki, mi, 1.0f, left, ni, other, ki, 1.0f, out, ki); };
+    row.peer = [=] {
+      cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, ni, ki, mi, 1.0f, left, ni, other, ki, 1.0f, out, ki);
+    };
 #endif
   return row;
 }
@@ -211,8 +217,12 @@ Row grouped_row(DType dtype, int64_t experts, int64_t rows, int64_t n, int64_t k
   Tensor& dw = keep(Tensor(DType::f32, {experts, n, k}));
   switch (pass) {
     case Pass::forward: row.ours = [=, &x, &y, &offsets] { grouped_matmul(context(threads), y, x, w, offsets); }; break;
-    case Pass::input: row.ours = [=, &dx, &dy, &offsets] { grouped_matmul_backward_input(context(threads), dx, dy, w, offsets); }; break;
-    case Pass::weight: row.ours = [=, &dw, &dy, &x, &offsets] { grouped_matmul_backward_weight(context(threads), dw, dy, x, offsets); }; break;
+    case Pass::input:
+      row.ours = [=, &dx, &dy, &offsets] { grouped_matmul_backward_input(context(threads), dx, dy, w, offsets); };
+      break;
+    case Pass::weight:
+      row.ours = [=, &dw, &dy, &x, &offsets] { grouped_matmul_backward_weight(context(threads), dw, dy, x, offsets); };
+      break;
   }
 #ifdef LOCKSTEP_HAVE_OPENBLAS
   const float* x32 = inputs(DType::f32, {m, k}).ptr<float>();
@@ -285,6 +295,17 @@ Row copy_row(int64_t bytes, int64_t copies, int threads) {
   return row;
 }
 
+// Repacking weights after an optimizer step: bytes of w read, as many written.
+Row pack_row(DType dtype, int64_t n, int64_t k, int threads) {
+  Row row;
+  row.threads = threads;
+  row.bytes = static_cast<double>(n * k) * static_cast<double>(dtype_bytes(dtype));
+  Tensor& rows = inputs(dtype, {n, k});
+  Tensor& panels = keep(Tensor(dtype, panel_shape({n, k})));
+  row.ours = [=, &rows, &panels] { pack_panels(context(threads), panels, rows); };
+  return row;
+}
+
 void run_row(benchmark::State& state, const Row& row) {
   set_peer_threads(row.threads);
   const int64_t our_calls = calibrate(row.ours, kRoundSeconds);
@@ -319,7 +340,7 @@ class Reporter : public benchmark::BenchmarkReporter {
   bool ReportContext(const Context&) override { return true; }
   void ReportRuns(const std::vector<Run>& runs) override {
     for (const Run& run : runs) {
-      const std::string name = run.run_name.function_name;
+      const std::string full = run.run_name.function_name, name = full.substr(0, full.rfind('/'));
       const auto value = [&](const char* key) {
         const auto it = run.counters.find(key);
         return it == run.counters.end() ? 0.0 : static_cast<double>(it->second);
@@ -332,13 +353,14 @@ class Reporter : public benchmark::BenchmarkReporter {
       const auto cell = [&](const char* key, int precision) {
         return value(key) == 0 ? std::string("-") : fmt::format("{:.{}f}", value(key), precision);
       };
-      table_ += fmt::format("{:<42} {:>2} {:>10} {:>9} {:>8} {:>9} {:>7} {:>7}\n", name, value("threads"), cell("us", 1), cell("gflops", 1),
-                            cell("gbytes", 1), cell("peer_gflops", 1), cell("ratio", 2), cell("ratio_median", 2));
+      table_ +=
+          fmt::format("{:<42} {:>2} {:>10} {:>9} {:>8} {:>9} {:>7} {:>7}\n", name, value("threads"), cell("us", 1),
+                      cell("gflops", 1), cell("gbytes", 1), cell("peer_gflops", 1), cell("ratio", 2), cell("ratio_median", 2));
     }
   }
   void Finalize() override {
-    fmt::print("\n{:<42} {:>2} {:>10} {:>9} {:>8} {:>9} {:>7} {:>7}\n{}", "case", "th", "us", "GFLOP/s", "GB/s", "OpenBLAS", "ratio",
-               "median", table_);
+    fmt::print("\n{:<42} {:>2} {:>10} {:>9} {:>8} {:>9} {:>7} {:>7}\n{}", "case", "th", "us", "GFLOP/s", "GB/s", "OpenBLAS",
+               "ratio", "median", table_);
   }
 
  private:
@@ -346,14 +368,15 @@ class Reporter : public benchmark::BenchmarkReporter {
 };
 
 void register_rows() {
-  const auto add_row = [](const std::function<Row()>& make, const std::string& name) {
-    const auto run = [make](benchmark::State& state) {
-      row_tensors().clear();
-      run_row(state, make());
-    };
-    benchmark::RegisterBenchmark(name.c_str(), run)->UseManualTime()->Iterations(kRounds);
-  };
   for (const int threads : {1, 2}) {
+    // Names end in /1 or /2 so that --benchmark_filter can choose the thread count; columns and JSON have it apart.
+    const auto add_row = [threads](const std::function<Row()>& make, const std::string& name) {
+      const auto run = [make](benchmark::State& state) {
+        row_tensors().clear();
+        run_row(state, make());
+      };
+      benchmark::RegisterBenchmark(fmt::format("{}/{}", name, threads).c_str(), run)->UseManualTime()->Iterations(kRounds);
+    };
     add_row([=] { return peak_row(threads); }, "fma peak");
     for (const int64_t kib : {2048, 4096}) {
       add_row([=] { return copy_row(kib << 10, 1, threads); }, fmt::format("copy {} KiB", kib));
@@ -368,6 +391,7 @@ void register_rows() {
       for (const int64_t n : {24, 64, 128, 256})
         for (const int64_t k : {64, 128})
           add_row([=] { return product_row(t, 2048, n, k, threads, 1); }, fmt::format("{} M=2048 N={} K={}", d, n, k));
+      add_row([=] { return pack_row(t, 1024, 1024, threads); }, d + " pack_panels N=1024 K=1024");
       add_row([=] { return product_row(t, 1, 64, 64, threads, 1); }, d + " M=1 N=64 K=64");
       add_row([=] { return gradient_row(t, 512, 1024, 1024, threads, Pass::input); }, d + " M=512 N=1024 K=1024 dx");
       add_row([=] { return gradient_row(t, 512, 1024, 1024, threads, Pass::weight); }, d + " M=512 N=1024 K=1024 dw");
@@ -391,7 +415,8 @@ int main(int argc, char** argv) {
 #else
   fmt::print("built without OpenBLAS: no peer\n");
 #endif
-  fmt::print("best SIMD target: {}\n", hwy::TargetName(hwy::SupportedTargets() & -hwy::SupportedTargets()));
+  const int64_t targets = hwy::SupportedTargets() & HWY_TARGETS;  // the lowest bit is the best
+  fmt::print("SIMD target: {}\n", hwy::TargetName(targets & -targets));
   lockstep::register_rows();
   lockstep::Reporter reporter;
   benchmark::RunSpecifiedBenchmarks(&reporter);

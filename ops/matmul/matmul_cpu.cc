@@ -42,7 +42,8 @@ void pack(T* panels, const T* rows, int64_t n, int64_t k, int64_t row_stride) {
 template <typename T>
 void pack_all(TensorView panels, ConstTensorView rows) {
   if (rows.shape.rank == 2) return pack(panels.ptr<T>(), rows.ptr<T>(), rows.shape[0], rows.shape[1], rows.row_stride);
-  for (int64_t e = 0; e < rows.rows(); ++e) pack(panels.row<T>(e), rows.row<T>(e), rows.shape[1], rows.shape[2], rows.shape[2]);
+  for (int64_t e = 0; e < rows.rows(); ++e)
+    pack(panels.row<T>(e), rows.row<T>(e), rows.shape[1], rows.shape[2], rows.shape[2]);
 }
 
 // Calls f(expert, first row, number of rows) for every expert.
@@ -69,7 +70,8 @@ void matmul(TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segm
       } else {
         for (int64_t begin = 0; begin < k; begin += k_segment) {
           float segment = 0.0f;
-          for (int64_t i = begin; i < std::min(k, begin + k_segment); ++i) segment = std::fmaf(at(x, m, i), at(w.rows, n, i), segment);
+          for (int64_t i = begin; i < std::min(k, begin + k_segment); ++i)
+            segment = std::fmaf(at(x, m, i), at(w.rows, n, i), segment);
           acc += segment;
         }
       }

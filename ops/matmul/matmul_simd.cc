@@ -52,12 +52,12 @@ using Vec = hn::Vec<F32Tag>;
 // with 16 (12 accumulators, 2 and 1). Both leave far more chains in flight than the 8 that two FMA units of latency 4 need.
 constexpr bool kWide = kF32Lanes == 16;
 constexpr int kTileRows = kWide ? 12 : 6;
-constexpr int64_t kColumnStride = kWide ? 16 : 8;  // floats a step of a packed column tile: kTileRows and padding
-constexpr int64_t kBlockTiles = kWide ? 8 : 16;    // rows of a block: 96
-constexpr int64_t kBlockK = 512;                   // a block of a (96 x 512 f32) and one of b (512 x 32) share an L2 of 512 KiB
-constexpr int64_t kChunkPanels = 32;               // columns between conversions of a bf16 block of a: 512
-constexpr int64_t kPackedPanels = 8;               // panels of b packed at once: rows of b are pages apart, so take 512 bytes of each
-constexpr int64_t kNearColumns = 256;              // a matrix of columns this narrow is read in place
+constexpr int64_t kBlockTiles = kWide ? 8 : 16;  // 96 rows: with kBlockK steps a block of a is 192 KiB, at home in L2
+constexpr int64_t kBlockK = 512;                 // two panels of a block are 64 KiB, read once every tile
+constexpr int64_t kChunkPanels = 32;             // a block of a is converted once every 512 columns, and chains rest in 192 KiB
+constexpr int64_t kPackedPanels = 8;             // rows of b can be pages apart: 512 bytes of each are taken while it is at hand
+constexpr int64_t kNearColumns = 256;            // columns of a are read in place when its rows are at most 1 KiB apart
+constexpr int64_t kColumnStride = kWide ? 16 : 8;  // otherwise they are packed: floats a step, kTileRows and padding
 
 // Few rows leave registers for more panels, and need them to have 8 chains in flight.
 constexpr int max_panels(int64_t rows) {
@@ -67,22 +67,21 @@ constexpr int max_panels(int64_t rows) {
 
 // c[r, 0..16 * kPanels) over k steps. b points at step 0 of its first panel. from_zero starts the chains, otherwise c does.
 template <int kRows, int kPanels, Left kLeft, typename B>
-void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const B* HWY_RESTRICT b, int64_t b_stride, int64_t k, float* HWY_RESTRICT c,
-          int64_t c_stride, bool from_zero) {
+void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const B* HWY_RESTRICT b, int64_t b_stride, int64_t k,
+          float* HWY_RESTRICT c, int64_t c_stride, bool from_zero) {
   const F32Tag d;
-  constexpr int kVectors = kPanels * static_cast<int>(kLaneVectors);
-  constexpr int kPerPanel = static_cast<int>(kLaneVectors);
+  constexpr int kLanes = static_cast<int>(kF32Lanes), kPerPanel = static_cast<int>(kLaneVectors);
+  constexpr int kVectors = kPanels * kPerPanel;
   Vec acc[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = from_zero ? hn::Zero(d) : hn::LoadU(d, c + r * c_stride + v * static_cast<int>(kF32Lanes));
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = from_zero ? hn::Zero(d) : hn::LoadU(d, c + r * c_stride + v * kLanes);
 
   for (int64_t i = 0; i < k; ++i) {
     Vec bv[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v)
-      bv[v] = LoadF32(d, b + (v / kPerPanel) * b_stride + (v % kPerPanel) * static_cast<int>(kF32Lanes));
+    for (int v = 0; v < kVectors; ++v) bv[v] = LoadF32(d, b + (v / kPerPanel) * b_stride + (v % kPerPanel) * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const Vec av = hn::Set(d, kLeft == Left::columns ? a[r] : a[r * a_stride]);
@@ -96,7 +95,7 @@ void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const B* HWY_RESTRICT b
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) hn::StoreU(acc[r][v], d, c + r * c_stride + v * static_cast<int>(kF32Lanes));
+    for (int v = 0; v < kVectors; ++v) hn::StoreU(acc[r][v], d, c + r * c_stride + v * kLanes);
 }
 
 template <typename B>
@@ -132,7 +131,7 @@ HWY_INLINE void Convert(const From* HWY_RESTRICT from, To* HWY_RESTRICT to, int6
 // Steps [0, k) of panels [panel, panel + panels) of a row-major b, as f32 panels of k steps; zeros past column n.
 template <typename B>
 void PackRows(const B* HWY_RESTRICT b, int64_t b_stride, int64_t n, int64_t panel, int64_t panels, int64_t k,
-                   float* HWY_RESTRICT to) {
+              float* HWY_RESTRICT to) {
   const F32Tag d;
   const int64_t first = panel * kPanelWidth, columns = std::min(n - first, panels * kPanelWidth);
   const int64_t whole = columns / kPanelWidth, rest = columns % kPanelWidth;
@@ -173,7 +172,8 @@ ScratchSizes scratch_sizes(const Product& s, const Problem* problems, int64_t co
   ScratchSizes need{};
   for (int64_t e = 0; e < count; ++e) {
     const Problem& p = problems[e];
-    const int64_t tiles = std::min(num_tiles(p.m), block_tiles), rows = std::min(p.m, tiles * kTileRows), k = std::min(p.k, kBlockK);
+    const int64_t tiles = std::min(num_tiles(p.m), block_tiles), rows = std::min(p.m, tiles * kTileRows);
+    const int64_t k = std::min(p.k, kBlockK);
     const int64_t columns = std::min(num_panels(s.n), kChunkPanels) * kPanelWidth;
     if (s.left == Left::columns) need.a = std::max(need.a, s.a_stride > kNearColumns ? tiles * column_tile_stride(k) : 0);
     else if (s.a_dtype == DType::bf16) need.a = std::max(need.a, rows * (round_up(k, 16) + 16));
@@ -192,7 +192,8 @@ struct LeftBlock {
   int64_t tile_stride;  // between tiles of packed columns, 0 for others
 };
 
-LeftBlock PrepareLeft(const Product& s, const Problem& p, int64_t tiles, int64_t tile0, int64_t tile1, int64_t k0, int64_t k, float* to) {
+LeftBlock PrepareLeft(const Product& s, const Problem& p, int64_t tiles, int64_t tile0, int64_t tile1, int64_t k0, int64_t k,
+                      float* to) {
   const int64_t row0 = tile_row(p.m, tiles, tile0), rows = tile_row(p.m, tiles, tile1) - row0;
   if (s.left == Left::rows) {
     const int64_t at = row0 * s.a_stride + k0;
@@ -218,21 +219,22 @@ LeftBlock PrepareLeft(const Product& s, const Problem& p, int64_t tiles, int64_t
 }
 
 template <Left kLeft, typename B>
-HWY_INLINE void RunTiles(const LeftBlock& a, const B* b, int64_t b_stride, int64_t k, float* c, int64_t c_stride, bool from_zero, int64_t m,
-                         int64_t tiles, int64_t tile0, int64_t tile1, int64_t panels) {
+HWY_INLINE void RunTiles(const LeftBlock& a, const B* b, int64_t b_stride, int64_t k, float* c, int64_t c_stride,
+                         bool from_zero, int64_t m, int64_t tiles, int64_t tile0, int64_t tile1, int64_t panels) {
   const int log2_panels = std::countr_zero(static_cast<uint64_t>(panels));
   const int64_t row0 = tile_row(m, tiles, tile0);
   for (int64_t t = tile0; t < tile1; ++t) {
     const int64_t first = tile_row(m, tiles, t), rows = tile_row(m, tiles, t + 1) - first;
     const float* left = a.tile_stride > 0 ? a.data + (t - tile0) * a.tile_stride
                                           : a.data + (first - row0) * (kLeft == Left::columns ? 1 : a.stride);
-    kTiles<kLeft, B>[rows - 1][log2_panels](left, a.stride, b, b_stride, k, c + (first - row0) * c_stride, c_stride, from_zero);
+    float* out = c + (first - row0) * c_stride;
+    kTiles<kLeft, B>[rows - 1][log2_panels](left, a.stride, b, b_stride, k, out, c_stride, from_zero);
   }
 }
 
 // Tiles [tile0, tile1) of the rows of problem p, panels [panel0, panel1) of its columns.
-void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_t tiles, int64_t tile0, int64_t tile1, int64_t panel0,
-              int64_t panel1) {
+void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_t tiles, int64_t tile0, int64_t tile1,
+              int64_t panel0, int64_t panel1) {
   const int64_t row0 = tile_row(p.m, tiles, tile0), rows = tile_row(p.m, tiles, tile1) - row0;
   const int64_t panels_max = max_panels((p.m + tiles - 1) / tiles);
   const bool segmented = s.k_segment > 0;
@@ -256,7 +258,8 @@ void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_
         float* chains = direct ? c_f32 + row0 * s.c_stride + column : scratch.c + (q - chunk) * kPanelWidth;
         const int64_t chains_stride = direct ? s.c_stride : (chunk_end - chunk) * kPanelWidth;
         if (!direct && chain_begins && s.accumulate)
-          for (int64_t r = 0; r < rows; ++r) Convert(c_f32 + (row0 + r) * s.c_stride + column, chains + r * chains_stride, columns);
+          for (int64_t r = 0; r < rows; ++r)
+            Convert(c_f32 + (row0 + r) * s.c_stride + column, chains + r * chains_stride, columns);
         const bool from_zero = chain_begins && !s.accumulate;
 
         const auto tiles_with = [&]<Left kLeft, typename B>(const B* right, int64_t right_stride) {
@@ -264,7 +267,8 @@ void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_
         };
         if (s.right == Right::panels) {
           const int64_t at = q * s.b_stride + k0 * kPanelWidth;
-          if (s.b_dtype == DType::f32) tiles_with.template operator()<Left::rows>(static_cast<const float*>(p.b) + at, s.b_stride);
+          if (s.b_dtype == DType::f32)
+            tiles_with.template operator()<Left::rows>(static_cast<const float*>(p.b) + at, s.b_stride);
           else tiles_with.template operator()<Left::rows>(static_cast<const bf16*>(p.b) + at, s.b_stride);
         } else {
           const int64_t packed = (q - chunk) % kPackedPanels;
@@ -279,6 +283,7 @@ void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_
         }
         if (direct) continue;
 
+        // Results out of scratch: a segment that ended joins its sum, and after the last step rows are rounded into c.
         float* result = chains;
         if (segmented) {
           const F32Tag d;
@@ -322,9 +327,9 @@ void RunProduct(Context& c, const Product& s, const Problem* problems, int64_t c
   const ScratchSizes sizes = scratch_sizes(s, problems, count, block_tiles);
   float* base = nullptr;
   if (sizes.total() > 0)
-    base = static_cast<float*>(c.workspace->allocate(static_cast<size_t>(sizes.total() * threads) * sizeof(float), "matmul blocks"));
+    base = c.workspace->tensor(DType::f32, {threads, sizes.total()}, "matmul blocks").ptr<float>();
 
-  // A step of a full tile is 12 cycles, about 10 simple operations; of a one-row tile, 64 bytes of w, about as long.
+  // In parallel_for's unit of about 1/3 ns: a step of a full tile is 12 cycles; of a one-row tile 64 bytes of w, about as long.
   constexpr int64_t kStepCost = 10;
   parallel_for(c, work_total, kStepCost, [&](int64_t begin, int64_t end, int worker) {
     float* at = base + worker * sizes.total();
@@ -348,7 +353,7 @@ void RunProduct(Context& c, const Product& s, const Problem* problems, int64_t c
   });
 }
 
-// 128 bits of each of `lanes` rows, transposed: log2(lanes) rounds of a perfect shuffle.
+// One panel from up to 16 rows: squares of 128-bit vectors are transposed by log2(lanes) rounds of a perfect shuffle.
 template <typename T>
 void PackPanel(T* HWY_RESTRICT to, const T* HWY_RESTRICT rows, int64_t row_stride, int64_t num_rows, int64_t k) {
   constexpr int kLanes = 16 / sizeof(T);
@@ -380,13 +385,14 @@ void PackPanel(T* HWY_RESTRICT to, const T* HWY_RESTRICT rows, int64_t row_strid
 
 // [experts, n, k] rows to [experts, panels, k, 16]; T is the storage's unsigned integer.
 template <typename T>
-void PackAll(Context& c, void* panels, const void* rows, int64_t experts, int64_t n, int64_t k, int64_t expert_stride, int64_t row_stride) {
+void PackAll(Context& c, void* panels, const void* rows, int64_t experts, int64_t n, int64_t k, int64_t expert_stride,
+             int64_t row_stride) {
   const int64_t per_expert = num_panels(n);
   parallel_for(c, experts * per_expert, k * kPanelWidth, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t e = i / per_expert, first = i % per_expert * kPanelWidth;
-      PackPanel(static_cast<T*>(panels) + i * k * kPanelWidth, static_cast<const T*>(rows) + e * expert_stride + first * row_stride,
-                row_stride, std::min(n - first, kPanelWidth), k);
+      const T* from = static_cast<const T*>(rows) + e * expert_stride + first * row_stride;
+      PackPanel(static_cast<T*>(panels) + i * k * kPanelWidth, from, row_stride, std::min(n - first, kPanelWidth), k);
     }
   });
 }
@@ -427,7 +433,7 @@ void run(Context& c, const Product& s, const Problem* problems, int64_t count) {
   HWY_DYNAMIC_DISPATCH(RunProduct)(c, s, problems, count);
 }
 
-// The view's own panels, or fresh ones in the workspace.
+// The view's own panels, or fresh ones in the workspace, which the caller's scope releases.
 ConstTensorView panels_of(Context& c, const WeightView& w) {
   if (!w.panels.empty()) return w.panels;
   const TensorView panels = c.workspace->tensor(w.rows.dtype, panel_shape(w.rows.shape), "matmul panels");
@@ -435,14 +441,20 @@ ConstTensorView panels_of(Context& c, const WeightView& w) {
   return panels;
 }
 
-Product forward_product(TensorView y, ConstTensorView x, const WeightView& w, int64_t n, int64_t k) {
-  return {Left::rows, Right::panels, x.dtype, w.rows.dtype, y.dtype, x.row_stride, k * kPanelWidth, y.row_stride, n, false, 0};
+Product forward_product(TensorView y, ConstTensorView x, const WeightView& w, int64_t n, int64_t k, int64_t k_segment) {
+  return {.left = Left::rows, .right = Right::panels, .a_dtype = x.dtype, .b_dtype = w.rows.dtype, .c_dtype = y.dtype,
+          .a_stride = x.row_stride, .b_stride = k * kPanelWidth, .c_stride = y.row_stride, .n = n, .accumulate = false,
+          .k_segment = k_segment};
 }
 Product input_product(TensorView dx, ConstTensorView dy, const WeightView& w, int64_t w_stride, int64_t k, bool accumulate) {
-  return {Left::rows, Right::rows, DType::f32, w.rows.dtype, DType::f32, dy.row_stride, w_stride, dx.row_stride, k, accumulate, 0};
+  return {.left = Left::rows, .right = Right::rows, .a_dtype = DType::f32, .b_dtype = w.rows.dtype, .c_dtype = DType::f32,
+          .a_stride = dy.row_stride, .b_stride = w_stride, .c_stride = dx.row_stride, .n = k, .accumulate = accumulate,
+          .k_segment = 0};
 }
 Product weight_product(ConstTensorView dy, ConstTensorView x, int64_t dw_stride) {
-  return {Left::columns, Right::rows, DType::f32, x.dtype, DType::f32, dy.row_stride, x.row_stride, dw_stride, x.shape[1], true, 0};
+  return {.left = Left::columns, .right = Right::rows, .a_dtype = DType::f32, .b_dtype = x.dtype, .c_dtype = DType::f32,
+          .a_stride = dy.row_stride, .b_stride = x.row_stride, .c_stride = dw_stride, .n = x.shape[1], .accumulate = true,
+          .k_segment = 0};
 }
 
 Problem* make_problems(Context& c, int64_t count) {
@@ -458,10 +470,8 @@ void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, in
   if (k == 0) return zero_rows(y);
   if (y.shape.elements() == 0) return;
   ArenaScope scope(*c.workspace);
-  Product s = forward_product(y, x, w, n, k);
-  s.k_segment = k_segment;
   const Problem p{x.data, panels_of(c, w).data, y.data, y.rows(), k};
-  run(c, s, &p, 1);
+  run(c, forward_product(y, x, w, n, k, k_segment), &p, 1);
 }
 
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {
@@ -487,7 +497,7 @@ void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightVie
   for (int64_t e = 0; e < experts; ++e)
     problems[e] = {plus(x.data, x.dtype, at[e] * x.row_stride), plus(panels.data, panels.dtype, e * panels.row_stride),
                    plus(y.data, y.dtype, at[e] * y.row_stride), at[e + 1] - at[e], k};
-  run(c, forward_product(y, x, w, n, k), problems, experts);
+  run(c, forward_product(y, x, w, n, k, 0), problems, experts);
 }
 
 void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets,
@@ -504,7 +514,8 @@ void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy
   run(c, input_product(dx, dy, w, k, k, accumulate), problems, experts);
 }
 
-void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets) {
+void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x,
+                                    ConstTensorView offsets) {
   const int64_t experts = dw_accum.shape[0];
   if (x.shape.elements() == 0 || dy.shape.elements() == 0) return;
   ArenaScope scope(*c.workspace);

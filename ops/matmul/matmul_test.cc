@@ -55,9 +55,10 @@ struct Sizes {
 };
 
 // Zero, one, odd, every remainder of a tile, several blocks of rows (96), of K (512) and of columns (512).
-const std::vector<Sizes> kSizes = {{0, 5, 3},   {3, 0, 4},   {1, 1, 1},    {1, 16, 1},   {1, 130, 33},  {1, 300, 700}, {2, 200, 65}, {3, 100, 17},
-                                   {4, 70, 9},  {5, 24, 40}, {6, 64, 64},  {7, 33, 31},  {8, 16, 128},  {9, 48, 5},    {10, 47, 8},  {11, 32, 100},
-                                   {12, 32, 7}, {13, 31, 6}, {25, 24, 512}, {37, 97, 50}, {101, 40, 33}, {200, 70, 20}, {30, 600, 12}, {17, 20, 1100}};
+const std::vector<Sizes> kSizes = {{0, 5, 3},     {3, 0, 4},    {1, 1, 1},     {1, 16, 1},    {1, 130, 33},  {1, 300, 700},
+                                   {2, 200, 65},  {3, 100, 17}, {4, 70, 9},    {5, 24, 40},   {6, 64, 64},   {7, 33, 31},
+                                   {8, 16, 128},  {9, 48, 5},   {10, 47, 8},   {11, 32, 100}, {12, 32, 7},   {13, 31, 6},
+                                   {25, 24, 512}, {37, 97, 50}, {101, 40, 33}, {200, 70, 20}, {30, 600, 12}, {17, 20, 1100}};
 
 // y rounded to bf16 loses half a unit in the last place of 8 bits; f32 nothing beyond the chain.
 double rounding(DType t) { return t == DType::bf16 ? 0x1p-8 : 0.0; }
@@ -100,7 +101,8 @@ TEST(Matmul, BitsEqualThePlainLoops) {
             reference::matmul(expected, x.view, {w.view, {}}, 0);
             const Tensor panels = pack(c, w.view);
             matmul(c, y.view, x.view, {w.view, panels});
-            ASSERT_EQ(count_bit_differences(y.view, expected), 0) << target << " " << threads << " threads " << s.m << " " << s.n << " " << s.k;
+            ASSERT_EQ(count_bit_differences(y.view, expected), 0)
+                << target << " " << threads << " threads " << s.m << " " << s.n << " " << s.k;
             ASSERT_EQ(y.touched(6), 0) << target << " wrote between rows";
 
             Tensor unpacked(yt, {s.m, s.n});
@@ -184,7 +186,8 @@ TEST(Matmul, RowContract) {
         Tensor y(t, {2 * s.m, s.n});
         matmul(c, y, other, {w, panels});
         for (int64_t r = 0; r < s.m; ++r)
-          ASSERT_EQ(count_bit_differences(y.view().slice(place[static_cast<size_t>(r)], 1), whole.view().slice(r, 1)), 0) << target << " row " << r;
+          ASSERT_EQ(count_bit_differences(y.view().slice(place[static_cast<size_t>(r)], 1), whole.view().slice(r, 1)), 0)
+              << target << " row " << r;
       }
   });
 }
@@ -214,7 +217,8 @@ TEST(Matmul, PanelsHoldTheRows) {
     for (const int threads : {1, 3}) {
       CpuContext c(threads);
       for (const DType t : kFloats)
-        for (const Shape& shape : {Shape{1, 1}, Shape{16, 8}, Shape{17, 9}, Shape{40, 37}, Shape{3, 24, 20}, Shape{2, 5, 7}, Shape{0, 4}, Shape{4, 0}}) {
+        for (const Shape& shape : {Shape{1, 1}, Shape{16, 8}, Shape{17, 9}, Shape{40, 37}, Shape{3, 24, 20}, Shape{2, 5, 7},
+                                   Shape{0, 4}, Shape{4, 0}}) {
           const Tensor rows = random_tensor(16, t, shape);
           Tensor expected(t, panel_shape(shape)), panels = random_tensor(17, t, panel_shape(shape));
           reference::pack_panels(expected, rows);
@@ -351,8 +355,12 @@ TEST(MatmulBackward, RowsInSeveralCallsGiveTheBitsOfOne) {
   EXPECT_EQ(count_bit_differences(once, twice), 0);
 }
 
-const std::vector<std::vector<int32_t>> kOffsets = {
-    {0, 0}, {0, 5}, {0, 0, 0, 0}, {0, 3, 3, 20, 21}, {0, 130, 131, 131, 140, 260, 262, 275, 300}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}};
+const std::vector<std::vector<int32_t>> kOffsets = {{0, 0},
+                                                    {0, 5},
+                                                    {0, 0, 0, 0},
+                                                    {0, 3, 3, 20, 21},
+                                                    {0, 130, 131, 131, 140, 260, 262, 275, 300},
+                                                    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}};
 
 TEST(GroupedMatmul, EqualsEachExpertAlone) {
   for_each_simd_target([&](const std::string& target) {
@@ -368,7 +376,8 @@ TEST(GroupedMatmul, EqualsEachExpertAlone) {
             const Tensor panels = pack(c, w);
             Strided y(43, t, rows, n, 5), dx(44, DType::f32, rows, k, 2);
             Tensor dw = random_tensor(45, DType::f32, {experts, n, k});
-            Tensor y_alone(t, {rows, n}), y_plain(t, {rows, n}), dx_alone(DType::f32, {rows, k}), dw_alone = random_tensor(45, DType::f32, {experts, n, k});
+            Tensor y_alone(t, {rows, n}), y_plain(t, {rows, n}), dx_alone(DType::f32, {rows, k}),
+                dw_alone = random_tensor(45, DType::f32, {experts, n, k});
             for (int64_t e = 0; e < experts; ++e) {
               const int64_t first = at[static_cast<size_t>(e)], count = at[static_cast<size_t>(e) + 1] - first;
               const WeightView we{w.view().at(e), panels.view().at(e)};
@@ -413,9 +422,10 @@ TEST(Matmul, ScratchIsGivenBack) {
 TEST(MatmulDeathTest, WrongArguments) {
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   CpuContext c(1);
-  const Tensor x(DType::f32, {4, 8}), w(DType::f32, {6, 8}), w3(DType::f32, {2, 6, 8}), dy(DType::f32, {4, 6}), ints(DType::i32, {4, 8});
-  Tensor y(DType::f32, {4, 6}), wrong(DType::f32, {4, 7}), dx(DType::f32, {4, 8}), dw(DType::f32, {6, 8}), dw3(DType::f32, {2, 6, 8}),
-      half(DType::bf16, {6, 8});
+  const Tensor x(DType::f32, {4, 8}), w(DType::f32, {6, 8}), w3(DType::f32, {2, 6, 8}), dy(DType::f32, {4, 6}),
+      ints(DType::i32, {4, 8});
+  Tensor y(DType::f32, {4, 6}), wrong(DType::f32, {4, 7}), dx(DType::f32, {4, 8}), dw(DType::f32, {6, 8}),
+      dw3(DType::f32, {2, 6, 8}), half(DType::bf16, {6, 8});
   EXPECT_DEATH(matmul(c, wrong, x, {w, {}}), "x is \\[4, 8\\], w is \\[6, 8\\], y is \\[4, 7\\]");
   EXPECT_DEATH(matmul(c, y, ints, {w, {}}), "x is i32");
   EXPECT_DEATH(matmul(c, y, x, {w3, {}}), "wanted \\[N, K\\]");

@@ -5,9 +5,11 @@
 //   y    [T, D]  dtype of x   may be x itself
 //   inv  [T]     f32          kept for backward; empty view if not wanted
 // rmsnorm_backward: with xh = x * inv: dx = inv * (w*dy - xh * mean(xh * w*dy)); dw_accum += sum_t dy * xh
-//   dy [T, D] f32; dx [T, D] f32, written or (accumulate) added to, may be dy; dw_accum [D] f32, empty with an empty w
-// Numerics: squares by the 16-lane tree (fixed_math.h) over D; (x * inv) * w in f32, one rounding at the end. dw sums rows in
-//   ascending order. The row contract holds for y and inv; dx likewise; dw is deterministic.
+//   dy [T, D] f32; dx [T, D] f32, written (may be dy) or, with accumulate, added to; dw_accum [D] f32, empty with an empty w or
+//   when not wanted
+// Numerics: squares by the 16-lane tree (fixed_math.h) over D; (x * inv) * w in f32, one rounding at the end. dw_accum
+//   continues one fma chain over ascending rows, so a batch in parts gives the bits of the whole. The row contract holds for y,
+//   inv and dx.
 // Cost: memory-bound, reads T*D, writes T*D. Scratch: none.
 // Source: Zhang and Sennrich 2019; V4 spec 2.0 and 2.3.
 

@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kBlockRows = kTreeLanes;
 constexpr int64_t kBlockElements = 4096;
 
-// sums[k] = the reduction whose lanes lanes(k, acc) leaves in acc[kLaneVectors], for k < count; sums has room up to a multiple of 4.
+// sums[k], k < count: the reduction whose lanes lanes(k, acc) leaves in acc[kLaneVectors]. Writes up to a multiple of 4 sums.
 template <class Lanes>
 HWY_INLINE void FoldRows(int64_t count, float* sums, const Lanes& lanes) {
   F32Vec acc[4 * kLaneVectors];
@@ -168,7 +168,8 @@ void ForwardAny(TensorView y, TensorView inv, ConstTensorView x, ConstTensorView
 }
 void BackwardInputAny(TensorView dx, ConstTensorView dy, ConstTensorView x, ConstTensorView w, ConstTensorView inv,
                       bool accumulate) {
-  x.dtype == DType::f32 ? BackwardInput<float>(dx, dy, x, w, inv, accumulate) : BackwardInput<bf16>(dx, dy, x, w, inv, accumulate);
+  x.dtype == DType::f32 ? BackwardInput<float>(dx, dy, x, w, inv, accumulate)
+                        : BackwardInput<bf16>(dx, dy, x, w, inv, accumulate);
 }
 void BackwardGainAny(TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView inv, int64_t begin,
                      int64_t end) {

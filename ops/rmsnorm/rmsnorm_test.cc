@@ -53,7 +53,8 @@ TEST(RmsNorm, SimdGivesTheReferencesBits) {
         for (const bool accumulate : {true, false}) {
           const int64_t rows = shape[0], n = shape[1];
           // Everything lies inside wider tensors, compared whole: what is outside must stay untouched.
-          const Tensor x_wide = testing::random_tensor(1, dtype, {rows, n + 5}, 3.0f), w_all = testing::random_tensor(2, DType::f32, {n});
+          const Tensor x_wide = testing::random_tensor(1, dtype, {rows, n + 5}, 3.0f),
+                       w_all = testing::random_tensor(2, DType::f32, {n});
           const Tensor dy_wide = testing::random_tensor(3, DType::f32, {rows, n + 3});
           const ConstTensorView x = ConstTensorView(x_wide).cols(2, n), dy = ConstTensorView(dy_wide).cols(1, n);
           const ConstTensorView w = gain ? ConstTensorView(w_all) : ConstTensorView();
@@ -96,7 +97,8 @@ TEST(RmsNorm, RowContract) {
       const int64_t begin = rng.below(rows), count = 1 + rng.below(static_cast<uint32_t>(rows - begin));
       Tensor part(dtype, {count, n}), part_inv(DType::f32, {count}), part_dx(DType::f32, {count, n});
       rmsnorm(c, part, part_inv, ConstTensorView(x).slice(begin, count), w, kEps);
-      rmsnorm_backward(c, part_dx, {}, ConstTensorView(dy).slice(begin, count), ConstTensorView(x).slice(begin, count), w, part_inv);
+      rmsnorm_backward(c, part_dx, {}, ConstTensorView(dy).slice(begin, count), ConstTensorView(x).slice(begin, count), w,
+                       part_inv);
       EXPECT_EQ(testing::count_bit_differences(part, y.view().slice(begin, count)), 0);
       EXPECT_EQ(testing::count_bit_differences(part_inv, inv.view().slice(begin, count)), 0);
       EXPECT_EQ(testing::count_bit_differences(part_dx, dx.view().slice(begin, count)), 0);
@@ -108,7 +110,8 @@ TEST(RmsNorm, WorksInPlace) {
   CpuContext c;
   const Tensor x = testing::random_tensor(1, DType::f32, {9, 33}), w = testing::random_tensor(2, DType::f32, {33});
   const Tensor dy = testing::random_tensor(3, DType::f32, {9, 33});
-  Tensor y(DType::f32, {9, 33}), inv(DType::f32, {9}), dx(DType::f32, {9, 33}), dw(DType::f32, {33}), dw_in_place(DType::f32, {33});
+  Tensor y(DType::f32, {9, 33}), inv(DType::f32, {9}), dx(DType::f32, {9, 33}), dw(DType::f32, {33}),
+      dw_in_place(DType::f32, {33});
   rmsnorm(c, y, inv, x, w, kEps);
   Tensor in_place = testing::to_dtype(x, DType::f32);
   rmsnorm(c, in_place, {}, in_place, w, kEps);
@@ -167,7 +170,8 @@ TEST(RmsNorm, BackwardIsTheGradient) {
       }
       for (int64_t i = 0; gain && i < n; ++i) {
         const double scale = static_cast<double>(rows) * std::sqrt(static_cast<double>(n)) + 1;
-        EXPECT_NEAR(dw.get(i), slope(wd[i]) + dw_start.get(i), (static_cast<double>(rows) + 5) * kUnit * scale + 1e-9) << shape.str() << i;
+        EXPECT_NEAR(dw.get(i), slope(wd[i]) + dw_start.get(i), (static_cast<double>(rows) + 5) * kUnit * scale + 1e-9)
+            << shape.str() << i;
       }
     }
 }
@@ -177,7 +181,8 @@ TEST(RmsNorm, GainGradientContinuesItsChain) {
   CpuContext c(2);
   const Tensor x = testing::random_tensor(1, DType::bf16, {50, 70}), w = testing::random_tensor(2, DType::f32, {70});
   const Tensor dy = testing::random_tensor(3, DType::f32, {50, 70});
-  Tensor y(DType::bf16, {50, 70}), inv(DType::f32, {50}), dx(DType::f32, {50, 70}), whole(DType::f32, {70}), parts(DType::f32, {70});
+  Tensor y(DType::bf16, {50, 70}), inv(DType::f32, {50}), dx(DType::f32, {50, 70}), whole(DType::f32, {70}),
+      parts(DType::f32, {70});
   rmsnorm(c, y, inv, x, w, kEps);
   rmsnorm_backward(c, dx, whole, dy, x, w, inv);
   for (const auto& [begin, count] : {std::pair{0, 13}, std::pair{13, 37}})

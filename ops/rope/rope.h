@@ -7,7 +7,8 @@
 //   heads H, head width d = x.dim(1) / H >= r
 // The backward of a rotation is the inverse rotation of the gradient (f32): call rope with the other flag.
 // Numerics: e' = fma(e, cos, -(o * sin)), o' = fma(e, sin, o * cos) in f32, one rounding. Row contract holds.
-// rope_frequencies: theta_j = base^(-2j/r) in f32, j < r/2, with YaRN's interpolation when factor > 1 (V4 spec 2.0).
+// rope_frequencies: theta_j = base^(-2j/r), j < r/2, with YaRN's interpolation when factor > 1 (V4 spec 2.0): the power rounded
+//   to f32, its reciprocal and the interpolation in f32, as the reference has it.
 // rope_table fills rows [0, P): angles are the f32 product f32(p) * theta_j, cos and sin of that f32 value rounded to f32.
 // Scratch: none. Source: V4 spec 2.0; Su et al. 2021; Peng et al. 2023 (YaRN).
 

@@ -17,7 +17,8 @@ void rope_frequencies(float* theta, int64_t rope_dim, double base, const RopeSca
   // beta_slow times are slowed by the factor, pairs between are blended. c(turns) is the pair that turns that often.
   CHECK(scaling.original_positions > 0, "YaRN needs original_positions, got {}", scaling.original_positions);
   const auto c = [&](double turns) {
-    return r * std::log(static_cast<double>(scaling.original_positions) / (2.0 * std::numbers::pi * turns)) / (2.0 * std::log(base));
+    return r * std::log(static_cast<double>(scaling.original_positions) / (2.0 * std::numbers::pi * turns)) /
+           (2.0 * std::log(base));
   };
   const double low = std::max(std::floor(c(scaling.beta_fast)), 0.0);
   double high = std::min(std::ceil(c(scaling.beta_slow)), r - 1.0);

@@ -60,7 +60,8 @@ TEST(Rope, TableHoldsTheAnglesOfF32Products) {
 struct Case {
   int64_t rows, heads, width, rotary;
 };
-const Case kCases[] = {{0, 2, 8, 4}, {1, 1, 2, 2}, {3, 2, 5, 0}, {9, 3, 11, 6}, {7, 4, 16, 8}, {5, 2, 30, 28}, {300, 8, 64, 16}, {4, 64, 96, 64}};
+const Case kCases[] = {{0, 2, 8, 4},  {1, 1, 2, 2},   {3, 2, 5, 0},     {9, 3, 11, 6},
+                       {7, 4, 16, 8}, {5, 2, 30, 28}, {300, 8, 64, 16}, {4, 64, 96, 64}};
 
 TEST(Rope, MatchesTheFormulaAndTurnsBack) {
   CpuContext c(2);
@@ -68,7 +69,8 @@ TEST(Rope, MatchesTheFormulaAndTurnsBack) {
     for (const Case& k : kCases) {
       Tensor table(DType::f32, {100, k.rotary});
       rope_table(table, 10000, {});
-      const Tensor start = testing::random_tensor(1, dtype, {k.rows, k.heads * k.width}), pos = testing::random_ints(2, {k.rows}, 100);
+      const Tensor start = testing::random_tensor(1, dtype, {k.rows, k.heads * k.width}),
+                   pos = testing::random_ints(2, {k.rows}, 100);
       Tensor x = testing::to_dtype(start, dtype);
       rope(c, x, pos, table, k.heads, false);
       // |e'| <= sqrt(2) in two products and one sum, table and angle (up to 100) rounded, then storage.
@@ -81,9 +83,11 @@ TEST(Rope, MatchesTheFormulaAndTurnsBack) {
             EXPECT_EQ(x.get(at), start.get(at));
             continue;
           }
-          const double angle = pos.ptr<int32_t>()[t] * std::pow(10000.0, -static_cast<double>(channel / 2 * 2) / static_cast<double>(k.rotary));
+          const double angle =
+              pos.ptr<int32_t>()[t] * std::pow(10000.0, -static_cast<double>(channel / 2 * 2) / static_cast<double>(k.rotary));
           const double even = start.get(at - channel % 2), odd = start.get(at - channel % 2 + 1);
-          const double want = channel % 2 == 0 ? even * std::cos(angle) - odd * std::sin(angle) : even * std::sin(angle) + odd * std::cos(angle);
+          const double want =
+              channel % 2 == 0 ? even * std::cos(angle) - odd * std::sin(angle) : even * std::sin(angle) + odd * std::cos(angle);
           EXPECT_NEAR(x.get(at), want, tolerance);
         }
       rope(c, x, pos, table, k.heads, true);
@@ -120,7 +124,8 @@ TEST(Rope, SimdGivesTheReferencesBits) {
         Tensor table(DType::f32, {100, k.rotary});
         rope_table(table, 10000, {});
         const int64_t columns = k.heads * k.width;
-        const Tensor start = testing::random_tensor(1, dtype, {k.rows, columns + 5}), pos = testing::random_ints(2, {k.rows}, 100);
+        const Tensor start = testing::random_tensor(1, dtype, {k.rows, columns + 5}),
+                     pos = testing::random_ints(2, {k.rows}, 100);
         Tensor want = testing::to_dtype(start, dtype);
         reference::rope(*contexts[0], want.view().cols(3, columns), pos, table, k.heads, inverse);
         testing::for_each_simd_target([&](const std::string& target) {

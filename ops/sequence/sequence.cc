@@ -25,7 +25,8 @@ void check_store(ConstTensorView store, ConstTensorView x, const EntryView& entr
 
 void check_sequences(const SequenceView& seq) {
   const int64_t num_tokens = seq.num_tokens, num_sequences = seq.num_sequences;
-  CHECK(num_tokens >= 0 && num_sequences >= 0 && num_sequences <= num_tokens, "{} tokens in {} sequences", num_tokens, num_sequences);
+  CHECK(num_tokens >= 0 && num_sequences >= 0 && num_sequences <= num_tokens, "{} tokens in {} sequences", num_tokens,
+        num_sequences);
   check_ints("token_seq", seq.token_seq, num_tokens);
   check_ints("token_pos", seq.token_pos, num_tokens);
   check_ints("seq_row", seq.seq_row, num_sequences + 1);
@@ -68,16 +69,17 @@ void check_entries(const EntryView& entries, const SequenceView& seq, int64_t ra
   check_ints("entries.seq_first", entries.seq_first, seq.num_sequences + 1);
   const int32_t* first = entries.seq_first.ptr<int32_t>();
   const int32_t* pos = seq.seq_pos.ptr<int32_t>();
-  CHECK(first[0] == 0 && first[seq.num_sequences] == entries.num_entries, "seq_first runs from {} to {}, wanted 0 to {}", first[0],
-        first[seq.num_sequences], entries.num_entries);
+  CHECK(first[0] == 0 && first[seq.num_sequences] == entries.num_entries, "seq_first runs from {} to {}, wanted 0 to {}",
+        first[0], first[seq.num_sequences], entries.num_entries);
   for (int64_t s = 0; s < seq.num_sequences; ++s) {
     const int64_t begin = pos[s] / ratio, end = (last_position(seq, s) + 1) / ratio;
     CHECK(first[s + 1] - first[s] == end - begin, "sequence {} completes {} entries of ratio {}, the list has {}", s, end - begin,
           ratio, first[s + 1] - first[s]);
     if (begin == end) continue;
     const int64_t e = first[s], l = first[s + 1] - 1;
-    CHECK(entries.seq.ptr<int32_t>()[e] == s && entries.seq.ptr<int32_t>()[l] == s, "entries {} and {} belong to sequences {} and {}, wanted {}",
-          e, l, entries.seq.ptr<int32_t>()[e], entries.seq.ptr<int32_t>()[l], s);
+    CHECK(entries.seq.ptr<int32_t>()[e] == s && entries.seq.ptr<int32_t>()[l] == s,
+          "entries {} and {} belong to sequences {} and {}, wanted {}", e, l, entries.seq.ptr<int32_t>()[e],
+          entries.seq.ptr<int32_t>()[l], s);
     CHECK(entries.idx.ptr<int32_t>()[e] == begin && entries.idx.ptr<int32_t>()[l] == end - 1,
           "entries {} and {} of sequence {} have indices {} and {}, wanted {} and {}", e, l, s, entries.idx.ptr<int32_t>()[e],
           entries.idx.ptr<int32_t>()[l], begin, end - 1);
@@ -85,8 +87,8 @@ void check_entries(const EntryView& entries, const SequenceView& seq, int64_t ra
 }
 
 void check_pages(const SequenceView& seq, int64_t ratio, int64_t per_page, int64_t rows) {
-  CHECK(ratio > 0 && per_page > 0 && per_page * ratio == seq.page_tokens, "{} entries of ratio {} a page of {} positions", per_page,
-        ratio, seq.page_tokens);
+  CHECK(ratio > 0 && per_page > 0 && per_page * ratio == seq.page_tokens, "{} entries of ratio {} a page of {} positions",
+        per_page, ratio, seq.page_tokens);
   for (int64_t s = 0; s < seq.num_sequences; ++s) {
     const int64_t pages = ((last_position(seq, s) + 1) / ratio + per_page - 1) / per_page;
     if (pages == 0) continue;
@@ -95,8 +97,8 @@ void check_pages(const SequenceView& seq, int64_t ratio, int64_t per_page, int64
           "sequence {} needs {} pages, the page table is {}", s, pages, seq.page_table.shape.str());
     const int32_t* page = seq.page_table.row<int32_t>(s);
     for (int64_t i = 0; i < pages; ++i)
-      CHECK(page[i] >= 0 && (page[i] + 1) * per_page <= rows, "page {} of sequence {} is {}, the store has {} rows of {} a page", i, s,
-            page[i], rows, per_page);
+      CHECK(page[i] >= 0 && (page[i] + 1) * per_page <= rows, "page {} of sequence {} is {}, the store has {} rows of {} a page",
+            i, s, page[i], rows, per_page);
   }
 }
 

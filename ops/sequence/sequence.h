@@ -49,7 +49,7 @@ inline int64_t entry_row(const SequenceView& q, int64_t per_page, int64_t s, int
 // check_sequences: dtypes and shapes, rows consecutive and covering [0, T), every sequence with at least one row.
 // check_slots: slots lie in [-1, slots); with `needs_past`, only a sequence that starts at position 0 may have none.
 // check_entries: the entries are exactly those of `ratio` whose last position lies inside the call.
-// check_pages: the pages of entries [0, (last position + 1) / ratio) of every sequence are in the table and in a store of `rows` rows.
+// check_pages: the pages of every sequence's entries [0, (last position + 1) / ratio) are in the table and in a store of `rows` rows.
 void check_sequences(const SequenceView& seq);
 void check_slots(const SequenceView& seq, int64_t slots, bool needs_past);
 void check_entries(const EntryView& entries, const SequenceView& seq, int64_t ratio);

@@ -1,6 +1,6 @@
 #pragma once
-// For tests of ops that read sequences: a set of sequences with their slots and pages, the packed call that brings all of them at once, and
-// random schedules of calls that bring the same rows in pieces.
+// For tests of ops that read sequences: a set of sequences with their slots and pages, the packed call that brings all of them at
+// once, and random schedules of calls that bring the same rows in pieces.
 
 #include <algorithm>
 #include <cstring>
@@ -85,7 +85,14 @@ class Call {
     seq_row_ = int_tensor(seq_row);
     seq_pos_ = int_tensor(seq_pos);
     seq_slot_ = int_tensor(seq_slot);
-    view_ = {static_cast<int64_t>(token_seq.size()), num, token_seq_, token_pos_, seq_row_, seq_pos_, seq_slot_, page_table_,
+    view_ = {static_cast<int64_t>(token_seq.size()),
+             num,
+             token_seq_,
+             token_pos_,
+             seq_row_,
+             seq_pos_,
+             seq_slot_,
+             page_table_,
              set.page_tokens};
   }
   const SequenceView& view() const { return view_; }
@@ -138,8 +145,8 @@ inline std::vector<SequencePart> packed_parts(const SequenceSet& set) {
   return parts;
 }
 
-// Calls that together bring every row once, positions of a sequence in order: each call a random choice of unfinished sequences in random
-// order, with up to `max_rows` rows of each.
+// Calls that together bring every row once, positions of a sequence in order: each call a random choice of unfinished sequences
+// in random order, with up to `max_rows` rows of each.
 inline std::vector<std::vector<SequencePart>> random_schedule(Philox& rng, const SequenceSet& set, int64_t max_rows) {
   std::vector<std::vector<SequencePart>> calls;
   std::vector<int64_t> done(set.length.size());

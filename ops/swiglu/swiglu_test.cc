@@ -74,14 +74,15 @@ TEST(Swiglu, SimdGivesTheReferencesBits) {
             gu.set(5, -5.0);
           }
           const ConstTensorView g = ConstTensorView(gu).cols(0, n), u = ConstTensorView(gu).cols(n, n);
-          const Tensor da = testing::random_tensor(2, DType::f32, {rows, n}), rho_all = testing::random_tensor(3, DType::f32, {rows});
+          const Tensor da = testing::random_tensor(2, DType::f32, {rows, n}),
+                       rho_all = testing::random_tensor(3, DType::f32, {rows});
           const ConstTensorView rho = routed ? ConstTensorView(rho_all) : ConstTensorView();
           struct Outputs {
             Tensor a, dgu, drho;
           };
           const auto outputs = [&] {
-            return Outputs{testing::random_tensor(4, dtype, {rows, n + 3}), testing::random_tensor(5, DType::f32, {rows, 2 * n + 4}),
-                           Tensor(DType::f32, {rows})};
+            return Outputs{testing::random_tensor(4, dtype, {rows, n + 3}),
+                           testing::random_tensor(5, DType::f32, {rows, 2 * n + 4}), Tensor(DType::f32, {rows})};
           };
           Outputs want = outputs();
           reference::swiglu(*contexts[0], want.a.view().cols(1, n), g, u, rho, limit);
@@ -91,8 +92,8 @@ TEST(Swiglu, SimdGivesTheReferencesBits) {
             for (auto& c : contexts) {
               Outputs got = outputs();
               swiglu(*c, got.a.view().cols(1, n), g, u, rho, limit);
-              swiglu_backward(*c, got.dgu.view().cols(1, n), got.dgu.view().cols(n + 2, n), routed ? got.drho.view() : TensorView(),
-                              da, g, u, rho, limit);
+              swiglu_backward(*c, got.dgu.view().cols(1, n), got.dgu.view().cols(n + 2, n),
+                              routed ? got.drho.view() : TensorView(), da, g, u, rho, limit);
               EXPECT_EQ(testing::count_bit_differences(got.a, want.a), 0) << target << shape.str();
               EXPECT_EQ(testing::count_bit_differences(got.dgu, want.dgu), 0) << target << shape.str();
               EXPECT_EQ(testing::count_bit_differences(got.drho, want.drho), 0) << target << shape.str();
@@ -104,7 +105,8 @@ TEST(Swiglu, SimdGivesTheReferencesBits) {
 TEST(Swiglu, RowContract) {
   CpuContext c(2);
   const int64_t rows = 150, n = 40;
-  const Tensor g = testing::random_tensor(1, DType::bf16, {rows, n}, 9.0f), u = testing::random_tensor(2, DType::bf16, {rows, n}, 9.0f);
+  const Tensor g = testing::random_tensor(1, DType::bf16, {rows, n}, 9.0f),
+               u = testing::random_tensor(2, DType::bf16, {rows, n}, 9.0f);
   const Tensor rho = testing::random_tensor(3, DType::f32, {rows}), da = testing::random_tensor(4, DType::f32, {rows, n});
   Tensor a(DType::bf16, {rows, n}), dg(DType::f32, {rows, n}), du(DType::f32, {rows, n}), drho(DType::f32, {rows});
   swiglu(c, a, g, u, rho, 5.0f);
