@@ -163,16 +163,12 @@ std::string diagnose_difference(Context& c, const Model& model, const Mismatch& 
       "sample {}: response token {} (position {}) was sampled with log-prob {:.9g}, training computed {:.9g}; this run demands "
       "equal bits.\n",
       m.sample_index, m.response_token, m.prompt_length + m.response_token, m.rollout_logprob, m.train_logprob);
-  // The optimizer has stepped since, so the search runs under the new weights: a schedule that changes bits does so for nearly
-  // all weights.
   if (difference.found) {
-    text += fmt::format("  Run again under the present weights, token by token and packed, the forward first differs at {}.",
-                        difference.str());
+    text += fmt::format("  Run again, token by token and packed, the forward first differs at {}.", difference.str());
   } else {
     text +=
-        "  Run again under the present weights, token by token and packed, this sequence gives equal bits everywhere when it is "
-        "alone: one of the two "
-        "depended on its neighbours in the batch, or read other weights or another temperature.";
+        "  Run again, token by token and packed, this sequence gives equal bits everywhere when it is alone: one of the two depended on its "
+        "neighbours in the batch, or read other weights or another temperature.";
   }
   return text;
 }

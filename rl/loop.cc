@@ -296,14 +296,13 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   for (size_t k = 0; k < num_steps; ++k) {
     const std::span<const TrainSample> part = std::span(samples).subspan(share(k), share(k + 1) - share(k));
     std::vector<TokenLogprobs> seen;
-    Result<StepMetrics> step = policy_->actor().step(part, o.loss, k == 0 ? &seen : nullptr);
+    std::function<Status()> accept;  // before the weights change, so that a diagnosis runs under those that drew the samples
+    if (k == 0) accept = [&] { return compare(part, seen); };
+    Result<StepMetrics> step = policy_->actor().step(part, o.loss, k == 0 ? &seen : nullptr, accept);
     if (!step) return step.status();
     steps.push_back(step.take());
     hooks_.report(label("train"), static_cast<int64_t>(k + 1), static_cast<int64_t>(num_steps));
-    if (k == 0) {
-      LOCKSTEP_RETURN_IF_ERROR(compare(part, seen));
-      old.insert(old.begin(), seen.begin(), seen.end());
-    }
+    if (k == 0) old.insert(old.begin(), seen.begin(), seen.end());
   }
 
   add_train_metrics(metrics, steps);

@@ -308,7 +308,8 @@ std::vector<TokenLogprobs> Actor::logprobs(std::span<const TrainSample> samples)
   return result;
 }
 
-Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const LossConfig& loss, std::vector<TokenLogprobs>* seen) {
+Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const LossConfig& loss, std::vector<TokenLogprobs>* seen,
+                                const std::function<Status()>& accept) {
   Impl& a = *impl_;
   check_samples(samples);
   if (seen != nullptr) {
@@ -339,6 +340,7 @@ Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const Loss
   std::vector<LossSums> sums(samples.size());
   zero_gradients(a.c, a.gradients);
   for (const MicroBatch& micro : micro_batches) a.run_micro_batch(samples, micro, d, loss, sums, seen);
+  if (accept) LOCKSTEP_RETURN_IF_ERROR(accept());
   LossSums total;  // in canonical order, whatever the packing was
   for (const int32_t i : canonical_order(samples)) total.add(sums[i]);
 

@@ -5,6 +5,7 @@
 // Memory: masters, gradients and moments in arenas of the actor; activations in a step arena. After the first step of the largest size nothing
 // grows. Weights (shared with the sampler on one machine) change only inside optimizer_step and load.
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -40,10 +41,12 @@ class Actor {
   std::vector<TokenLogprobs> logprobs(std::span<const TrainSample> samples);
 
   // One optimizer step on all samples: every micro-batch forward, loss, backward; then clip, AdamW, weights version + 1.
-  // `seen` (may be null) receives the log-probs that the training forward computed, by sample: what an exact run compares. A
-  // sample without a trained token is not run and gets NaN. A step without any is skipped.
-  // Error: max_skipped non-finite steps in a row.
-  Result<StepMetrics> step(std::span<const TrainSample> samples, const LossConfig& loss, std::vector<TokenLogprobs>* seen);
+  // `seen` (may be null) receives the log-probs that the training forward computed, by sample (NaN for samples without a trained token). `accept` (may be
+  // empty) is asked once they are all there and nothing has been changed yet: an exact run compares them with the sampler's. Its error ends the step,
+  // with masters, moments and weights as they were.
+  // Other error: max_skipped non-finite steps in a row.
+  Result<StepMetrics> step(std::span<const TrainSample> samples, const LossConfig& loss, std::vector<TokenLogprobs>* seen,
+                           const std::function<Status()>& accept = {});
 
   int64_t steps_done() const;
   const Gradients& gradients() const;  // of the last step, after clipping was decided, unscaled

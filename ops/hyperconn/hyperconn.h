@@ -14,7 +14,8 @@
 //   pre, post [T, n], comb [T, n*n] f32;  fn [(2+n)n, nD] f32, base [(2+n)n], scale [3] f32 (head: [n, nD], [n], [1])
 // Numerics: all f32. fn x by matmul's chain; mean by the 16-lane tree; logits by fma(mu, scale, base); Sinkhorn sums left
 //   to right, per token, and divides a line by one reciprocal of its sum; hyper_pre and hyper_post: acc = pre_0 * X_0 (resp.
-//   post_k * y), then fma over j ascending; one rounding. Row contract holds for every output and every dX, dy, dpre, dpost, dcomb.
+//   post_k * y), then fma over j ascending; one rounding. Row contract holds for every output, and for dX, dy, dpre, dpost and
+//   dcomb.
 // Backward: dX_accum [T, n, D] f32 is added to by hyper_mix_backward and hyper_pre_backward, written by hyper_post_backward (so
 //   call that one first). d(post), d(comb), d(pre) are f32 of the shapes above, dh, dy [T, D] f32. Parameter gradients are summed
 //   over tokens in ascending order. Formulas: V4 spec 6.4. The Sinkhorn iterates are recomputed, not stored; dots over D by the
