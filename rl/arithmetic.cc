@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 #include <unordered_set>
+#include <utility>
 
 #include "core/rng.h"
 #include "io/file.h"
@@ -33,9 +34,9 @@ class Draw {
   Philox rng_;
 };
 
-void append_step(std::string* steps, int value) {
+void append_step(std::string* steps, const std::string& step) {
   if (!steps->empty()) *steps += ',';
-  *steps += std::to_string(value);
+  *steps += step;
 }
 
 Problem make_add(Draw& draw, int difficulty) {
@@ -45,7 +46,7 @@ Problem make_add(Draw& draw, int difficulty) {
   int x = a, y = b, carry = 0;
   do {
     const int sum = x % 10 + y % 10 + carry;
-    append_step(&p.steps, sum);
+    append_step(&p.steps, fmt::format("{}+{}{}={}", x % 10, y % 10, carry > 0 ? "+1" : "", sum));
     carry = sum / 10;
     x /= 10;
     y /= 10;
@@ -61,7 +62,7 @@ Problem make_subtract(Draw& draw, int difficulty) {
   int x = a, y = b, borrow = 0;
   do {
     const int difference = x % 10 - y % 10 - borrow;
-    append_step(&p.steps, difference);
+    append_step(&p.steps, fmt::format("{}-{}{}={}", x % 10, y % 10, borrow > 0 ? "-1" : "", difference));
     borrow = difference < 0;
     x /= 10;
     y /= 10;
@@ -70,10 +71,20 @@ Problem make_subtract(Draw& draw, int difficulty) {
 }
 
 Problem make_multiply(Draw& draw, int difficulty) {
-  const int a = difficulty == 1 ? draw.between(0, 9) : difficulty == 2 ? draw.between(10, 99) : draw.between(11, 49);
-  const int b = difficulty == 1 ? draw.between(0, 9) : difficulty == 2 ? draw.between(2, 9) : draw.between(11, 20);
-  Problem p{fmt::format("{}*{}:", a, b), std::to_string(a * b), a * b};
-  if (a >= 10) p.steps = fmt::format("{}+{}={}", a % 10 * b, a / 10 * 10 * b, a * b);
+  if (difficulty == 3) {  // two digits each: the ones and the tens of the left number, each times the right one
+    const int a = draw.between(11, 49), b = draw.between(11, 20);
+    return {fmt::format("{}*{}:", a, b), fmt::format("{}+{}={}", a % 10 * b, a / 10 * 10 * b, a * b), a * b};
+  }
+  const int a = difficulty == 1 ? draw.between(0, 9) : draw.between(10, 99);
+  const int b = difficulty == 1 ? draw.between(0, 9) : draw.between(2, 9);
+  Problem p{fmt::format("{}*{}:", a, b), "", a * b};
+  int x = a, carry = 0;
+  do {
+    const int product = x % 10 * b + carry;
+    append_step(&p.steps, fmt::format("{}*{}{}={}", x % 10, b, carry > 0 ? fmt::format("+{}", carry) : "", product));
+    carry = product / 10;
+    x /= 10;
+  } while (x > 0);
   return p;
 }
 
@@ -83,8 +94,9 @@ Problem make_remainder(Draw& draw, int difficulty) {
   Problem p{fmt::format("{}%{}:", a, b), "", a % b};
   int rest = 0;
   for (const char digit : std::to_string(a)) {  // long division
-    rest = (rest * 10 + (digit - '0')) % b;
-    append_step(&p.steps, rest);
+    const int x = rest * 10 + (digit - '0');
+    rest = x % b;
+    append_step(&p.steps, fmt::format("{}%{}={}", x, b, rest));
   }
   return p;
 }
@@ -94,11 +106,10 @@ Problem make_gcd(Draw& draw, int difficulty) {
   const int limit = difficulty == 1 ? 5 : difficulty == 2 ? 9 : 15;
   const int factor = draw.between(1, difficulty == 3 ? 20 : 9);
   const int a = factor * draw.between(1, limit), b = factor * draw.between(1, limit);
-  Problem p{fmt::format("gcd({},{}):", a, b), std::to_string(a), std::gcd(a, b)};
-  for (int x = a, y = b;; std::swap(x, y)) {
-    append_step(&p.steps, y);
-    if (y == 0) break;
-    x %= y;
+  Problem p{fmt::format("gcd({},{}):", a, b), "", std::gcd(a, b)};
+  for (int x = a, y = b; y != 0;) {
+    append_step(&p.steps, fmt::format("{}%{}={}", x, y, x % y));
+    x = std::exchange(y, x % y);
   }
   return p;
 }
@@ -108,8 +119,9 @@ Problem make_linear(Draw& draw, int difficulty) {
   const int x = draw.between(0, difficulty == 1 ? 9 : difficulty == 2 ? 20 : 99);
   const int b = draw.between(1, difficulty == 1 ? 9 : difficulty == 2 ? 50 : 99);
   const bool minus = difficulty > 1 && draw.between(0, 1) == 1 && a * x >= b;
-  return {fmt::format("{}x{}{}={}:", a, minus ? '-' : '+', b, minus ? a * x - b : a * x + b),
-          fmt::format("{}x={},x={}", a, a * x, x), x};
+  const int right = minus ? a * x - b : a * x + b;
+  return {fmt::format("{}x{}{}={}:", a, minus ? '-' : '+', b, right),
+          fmt::format("{}{}{}={},{}={}*{}", right, minus ? '+' : '-', b, a * x, a * x, a, x), x};
 }
 
 Problem make_max(Draw& draw, int difficulty) {
@@ -123,7 +135,7 @@ Problem make_mixed(Draw& draw, int difficulty) {
   const int a = draw.between(0, difficulty == 1 ? 9 : difficulty == 2 ? 99 : 299);
   const int b = difficulty == 1 ? draw.between(0, 5) : difficulty == 2 ? draw.between(2, 9) : draw.between(10, 49);
   const int c = difficulty == 1 ? draw.between(0, 5) : draw.between(2, 9);
-  return {fmt::format("{}+{}*{}:", a, b, c), fmt::format("{},{}", b * c, a + b * c), a + b * c};
+  return {fmt::format("{}+{}*{}:", a, b, c), fmt::format("{}*{}={},{}+{}={}", b, c, b * c, a, b * c, a + b * c), a + b * c};
 }
 
 Problem make_problem(ArithmeticFamily family, Draw& draw, int difficulty) {
@@ -181,6 +193,8 @@ Status check_arithmetic_options(const ArithmeticOptions& options) {
   if (options.difficulty_min < 1 || options.difficulty_max > kMaxDifficulty || options.difficulty_min > options.difficulty_max)
     return errorf("difficulties from {} to {}; they go from 1 to {}", options.difficulty_min, options.difficulty_max,
                   kMaxDifficulty);
+  if (!(options.brief_share >= 0 && options.brief_share <= 1))
+    return errorf("a share of {} brief solutions; it goes from 0 to 1", options.brief_share);
   return Status::ok();
 }
 
@@ -201,6 +215,9 @@ ArithmeticItem make_arithmetic_item(const ArithmeticOptions& options, uint64_t i
     if (problem.answer < 0 || problem.answer > kMaxAnswer || problem.prompt.size() > kMaxArithmeticPrompt ||
         item.solution.size() > kMaxArithmeticSolution)
       continue;
+    // Drawn apart and after the length was judged, so that the problems are the same whatever the share.
+    const bool brief = uniform_open(philox(options.seed, RngPurpose::task, index, kAttempts, 0)[0]) < options.brief_share;
+    if (brief) item.solution.erase(0, problem.steps.size() + 1);
     item.id = fmt::format("{}-{}", arithmetic_family_name(item.family), index);
     item.prompt = std::move(problem.prompt);
     item.label = std::to_string(problem.answer);

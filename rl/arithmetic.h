@@ -4,14 +4,14 @@
 // (options, index); nothing is stored, and any range of indices can be made again.
 //
 //   family     prompt              solution: steps;\boxed{answer}
-//   add        58+67:              15,12;\boxed{125}        digit sums from the right, each with the carry into it
-//   subtract   103-98:             -5,-10,0;\boxed{5}       digit differences likewise; below 0 borrows 10
-//   multiply   47*6:               42+240=282;\boxed{282}   ones and tens of the left number, each times the right one
-//   remainder  475%6:              4,5,1;\boxed{1}          remainders of 4, then 47, then 475
-//   gcd        gcd(48,18):         48,18,12,6,0;\boxed{6}   Euclid's chain
-//   linear     7x+25=95:           7x=70,x=10;\boxed{10}
-//   max        max(37,52,45):      37,52,52;\boxed{52}      the largest so far
-//   mixed      2+3*4:              12,14;\boxed{14}         the product, then the sum
+//   add        58+67:              8+7=15,5+6+1=12;\boxed{125}        digits from the right, the carry last
+//   subtract   103-98:             3-8=-5,0-9-1=-10,1-0-1=0;\boxed{5}  likewise; below 0 borrows 10
+//   multiply   47*6:               7*6=42,4*6+4=28;\boxed{282}        digits from the right, the carry last
+//   remainder  475%6:              4%6=4,47%6=5,55%6=1;\boxed{1}      long division
+//   gcd        gcd(48,18):         48%18=12,18%12=6,12%6=0;\boxed{6}  Euclid's chain
+//   linear     7x+25=95:           95-25=70,70=7*10;\boxed{10}
+//   max        max(37,52,45):      37,52,52;\boxed{52}                the largest so far
+//   mixed      2+3*4:              3*4=12,2+12=14;\boxed{14}          the product, then the sum
 //
 // The colon ends a prompt, so that no prompt is the beginning of another one.
 //
@@ -36,7 +36,7 @@ Result<ArithmeticFamily> parse_arithmetic_family(std::string_view name);
 // Every character that prompts and solutions use, in ASCII order: an alphabet for ByteTokenizer.
 inline constexpr std::string_view kArithmeticAlphabet = "%()*+,-0123456789:;=\\abcdegmox{}";
 inline constexpr size_t kMaxArithmeticPrompt = 17;    // bytes
-inline constexpr size_t kMaxArithmeticSolution = 28;  // bytes
+inline constexpr size_t kMaxArithmeticSolution = 52;  // bytes
 inline constexpr int kMaxDifficulty = 3;
 inline constexpr uint64_t kHeldOutOneIn = 8;
 
@@ -45,6 +45,7 @@ struct ArithmeticOptions {
   // From 1 (one digit, mostly) to kMaxDifficulty (three digits); each item draws evenly from [min, max].
   int difficulty_min = 1, difficulty_max = kMaxDifficulty;
   std::vector<ArithmeticFamily> families = {};  // drawn evenly; empty means all
+  float brief_share = 0;                        // of items whose solution is the boxed answer alone, without the steps
 };
 
 struct ArithmeticItem {

@@ -90,18 +90,18 @@ TEST(Arithmetic, EveryItemIsShortCorrectAndInTheAlphabet) {
 }
 
 TEST(Arithmetic, WorkedSolutions) {
-  EXPECT_EQ(solution_of(ArithmeticFamily::add, "58+67:"), "15,12;\\boxed{125}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::add, "5+12:"), "7,1;\\boxed{17}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::add, "0+0:"), "0;\\boxed{0}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::subtract, "20-3:"), "-3,1;\\boxed{17}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::multiply, "47*6:"), "42+240=282;\\boxed{282}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::multiply, "7*6:"), "42;\\boxed{42}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::remainder, "175%6:"), "1,5,1;\\boxed{1}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::gcd, "gcd(20,12):"), "20,12,8,4,0;\\boxed{4}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::gcd, "gcd(6,6):"), "6,6,0;\\boxed{6}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::linear, "3x+7=22:"), "3x=15,x=5;\\boxed{5}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::add, "58+67:"), "8+7=15,5+6+1=12;\\boxed{125}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::add, "5+12:"), "5+2=7,0+1=1;\\boxed{17}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::add, "0+0:"), "0+0=0;\\boxed{0}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::subtract, "20-3:"), "0-3=-3,2-0-1=1;\\boxed{17}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::multiply, "47*6:"), "7*6=42,4*6+4=28;\\boxed{282}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::multiply, "7*6:"), "7*6=42;\\boxed{42}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::remainder, "175%6:"), "1%6=1,17%6=5,55%6=1;\\boxed{1}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::gcd, "gcd(20,12):"), "20%12=8,12%8=4,8%4=0;\\boxed{4}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::gcd, "gcd(6,6):"), "6%6=0;\\boxed{6}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::linear, "3x+7=22:"), "22-7=15,15=3*5;\\boxed{5}");
   EXPECT_EQ(solution_of(ArithmeticFamily::max, "max(3,7,5):"), "3,7,7;\\boxed{7}");
-  EXPECT_EQ(solution_of(ArithmeticFamily::mixed, "2+3*4:"), "12,14;\\boxed{14}");
+  EXPECT_EQ(solution_of(ArithmeticFamily::mixed, "2+3*4:"), "3*4=12,2+12=14;\\boxed{14}");
 }
 
 TEST(Arithmetic, DigitStepsSpellTheAnswer) {
@@ -114,7 +114,7 @@ TEST(Arithmetic, DigitStepsSpellTheAnswer) {
       std::string_view steps = std::string_view(item.solution).substr(0, item.solution.find(';'));
       while (!steps.empty()) {
         const size_t comma = steps.find(',');
-        const int step = std::stoi(std::string(steps.substr(0, comma)));
+        const int step = std::stoi(std::string(steps.substr(steps.find('=') + 1, comma)));
         steps = comma == std::string_view::npos ? "" : steps.substr(comma + 1);
         value += (steps.empty() ? step : (step % 10 + 10) % 10) * place;
         place *= 10;
@@ -136,13 +136,26 @@ TEST(Arithmetic, ItemsDependOnSeedAndIndexAlone) {
 }
 
 TEST(Arithmetic, TheseItemsNeverChange) {  // a stored data set must be reproducible by a later build
-  const char* expected[] = {"91+36*3:108,199;\\boxed{199}", "909-334:5,-3,5;\\boxed{575}", "38*2:16+60=76;\\boxed{76}",
-                            "2x+5=15:2x=10,x=5;\\boxed{5}",    "max(87,14,20):87,87,87;\\boxed{87}", "9+3*2:6,15;\\boxed{15}",
-                            "46+93:9,13;\\boxed{139}"};
+  const char* expected[] = {"91+36*3:36*3=108,91+108=199;\\boxed{199}", "gcd(104,195):104%195=104,195%104=91,104%91=13,91%13=0;\\boxed{13}",
+                            "38*2:8*2=16,3*2+1=7;\\boxed{76}",          "2x+5=15:15-5=10,10=2*5;\\boxed{5}",
+                            "max(87,14,20):87,87,87;\\boxed{87}",       "9+3*2:3*2=6,9+6=15;\\boxed{15}",
+                            "46+93:6+3=9,4+9=13;\\boxed{139}"};
   for (uint64_t i = 0; i < std::size(expected); ++i) {
     const ArithmeticItem item = make_arithmetic_item({.seed = 7}, i);
     EXPECT_EQ(item.prompt + item.solution, expected[i]);
   }
+}
+
+TEST(Arithmetic, BriefSolutionsLeaveTheProblemsAlone) {
+  int brief = 0;
+  for (uint64_t i = 0; i < 2000; ++i) {
+    const ArithmeticItem worked = make_arithmetic_item({.seed = 3}, i), some = make_arithmetic_item({.seed = 3, .brief_share = 0.25f}, i);
+    ASSERT_EQ(some.prompt, worked.prompt);
+    if (some.solution == worked.solution) continue;
+    ASSERT_EQ(some.solution, "\\boxed{" + worked.label + "}");
+    ++brief;
+  }
+  EXPECT_NEAR(brief, 500, 5 * 19.4);  // five standard deviations, sqrt(2000 * 0.25 * 0.75)
 }
 
 TEST(Arithmetic, DifficultyAndFamiliesAreKept) {
