@@ -46,7 +46,7 @@ struct MakeTaskArgs {
   int64_t num_train = 4000, num_eval = 200, num_sft = 4000;
   int difficulty_min = 1, difficulty_max = 3;
   std::string families;  // separated by commas; empty: all
-  float brief_share = 0;  // of the worked examples: the boxed answer alone
+  float unboxed_share = 0;  // of the worked examples: they stop before the boxed answer
 };
 int make_task_command(const MakeTaskArgs& args);
 

@@ -79,7 +79,7 @@ int demo_command(const RunArgs& args) {
                                              .difficulty_min = static_cast<int>(c.demo.difficulty_min),
                                              .difficulty_max = static_cast<int>(c.demo.difficulty_max),
                                              .families = c.demo.families,
-                                             .brief_share = c.demo.brief_share});
+                                             .unboxed_share = c.demo.unboxed_share});
   if (!made) return console.fail(made);
   if (const Status s = log_to_file(dir + "/demo.log"); !s) return console.fail(s);
   hooks.say(fmt::format("1/5  task: {} worked examples, {} problems, {} held out, in {}", c.demo.sft_examples,

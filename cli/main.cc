@@ -116,7 +116,7 @@ int run(int argc, char** argv) {
   m->add_option("--difficulty-max", make_task.difficulty_max, "Hardest problems; 3 is three digits")
       ->check(CLI::Range(1, 3))
       ->capture_default_str();
-  m->add_option("--brief-share", make_task.brief_share, "Share of the worked examples that give the boxed answer alone")->check(CLI::Range(0.0, 1.0));
+  m->add_option("--unboxed-share", make_task.unboxed_share, "Share of the worked examples that stop before the boxed answer")->check(CLI::Range(0.0, 1.0));
   m->add_option("--families", make_task.families,
                 "Kinds of problems, separated by commas: add subtract multiply remainder gcd linear max mixed (all)");
   m->callback([&] { exit_code = make_task_command(make_task); });

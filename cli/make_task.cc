@@ -14,7 +14,7 @@ namespace lockstep {
 Status write_arithmetic_task(const MakeTaskArgs& args) {
   ArithmeticOptions options{
       .seed = static_cast<uint64_t>(args.seed), .difficulty_min = args.difficulty_min, .difficulty_max = args.difficulty_max,
-      .brief_share = args.brief_share};
+      .unboxed_share = args.unboxed_share};
   for (size_t at = 0; at < args.families.size();) {
     const size_t comma = std::min(args.families.find(',', at), args.families.size());
     Result<ArithmeticFamily> family = parse_arithmetic_family(std::string_view(args.families).substr(at, comma - at));

@@ -190,8 +190,8 @@ const std::vector<Setting>& rows() {
       {"demo.difficulty_min", +FIELD(demo.difficulty_min), "", "1", 1, kMaxDifficulty,
        "Easiest problems: 1 is mostly one digit."},
       {"demo.difficulty_max", +FIELD(demo.difficulty_max), "", "1", 1, kMaxDifficulty, "Hardest problems: 3 is three digits."},
-      {"demo.brief_share", +FIELD(demo.brief_share), "fraction", "0.0", 0, 1,
-       "Share of the worked examples that give the boxed answer alone. What reinforcement then finds is that working it out pays."},
+      {"demo.unboxed_share", +FIELD(demo.unboxed_share), "fraction", "0.0", 0, 1,
+       "Share of the worked examples that stop before the boxed answer, as text found in the wild does. The higher, the more is left to reinforcement."},
       {"demo.families", +FIELD(demo.families), "", "", 0, 0,
        "Kinds of problems, separated by commas (add,gcd); empty means all."},
   };

@@ -29,7 +29,7 @@ struct DemoOptions {
   int64_t train_problems = 0, eval_problems = 0, sft_examples = 0;
   int64_t difficulty_min = 1, difficulty_max = 1;
   std::string families;
-  float brief_share = 0;
+  float unboxed_share = 0;
 };
 
 struct RunConfig {

@@ -2,13 +2,29 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
+
+#if defined(LOCKSTEP_ADDRESS_SANITIZER)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace lockstep {
 
 namespace {
-constexpr size_t kAlign = 64;  // one cache line, one AVX-512 vector
-}
+
+#if defined(LOCKSTEP_ADDRESS_SANITIZER)
+void forbid(const char* p, size_t bytes) { __asan_poison_memory_region(p, bytes); }
+void permit(const char* p, size_t bytes) { __asan_unpoison_memory_region(p, bytes); }
+#else
+void forbid(const char*, size_t) {}
+void permit(const char*, size_t) {}
+#endif
+
+// Reserves are too large to be forbidden whole: of what was never in use, this much after the high mark is.
+constexpr size_t kForbiddenAhead = size_t{1} << 16;
+
+}  // namespace
 
 Arena::Arena(std::string name, size_t reserve_bytes) : name_(std::move(name)) {
   reserve_ = (reserve_bytes + 4095) / 4096 * 4096;
@@ -16,20 +32,27 @@ Arena::Arena(std::string name, size_t reserve_bytes) : name_(std::move(name)) {
   void* p = mmap(nullptr, reserve_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   CHECK(p != MAP_FAILED, "arena {}: cannot reserve {} bytes of address space", name_, reserve_);
   base_ = static_cast<char*>(p);
+  forbid(base_, std::min(kForbiddenAhead, reserve_));
 }
 
-Arena::~Arena() { munmap(base_, reserve_); }
+Arena::~Arena() {
+  permit(base_, std::min(high_ + kForbiddenAhead, reserve_));
+  munmap(base_, reserve_);
+}
 
 void* Arena::allocate(size_t bytes, std::string_view name) {
-  const size_t need = (bytes + kAlign - 1) / kAlign * kAlign;
-  CHECK(used_ + need <= reserve_, "arena {}: {} bytes for '{}' do not fit, {} of {} are in use", name_, bytes, name,
-        used_, reserve_);
-  char* p = base_ + used_;
-  used_ += need;
+  CHECK(bytes <= reserve_ && footprint(bytes) <= reserve_ - used_, "arena {}: {} bytes for '{}' do not fit, {} of {} are in use",
+        name_, bytes, name, used_, reserve_);
+  const size_t begin = used_;
+  char* p = base_ + begin;
+  used_ += footprint(bytes);
   if (used_ > high_) {
     CHECK(!sealed_, "arena {} is sealed at {} bytes, '{}' would raise it to {}", name_, high_, name, used_);
     high_ = used_;
+    forbid(p, std::min(high_ + kForbiddenAhead, reserve_) - begin);
   }
+  permit(p, bytes);
+  if constexpr (kAddressSanitizer) std::memset(p, 0xff, bytes);
   return p;
 }
 
@@ -41,6 +64,7 @@ TensorView Arena::zeros(DType dtype, Shape shape, std::string_view name) {
 
 void Arena::release(size_t mark) {
   CHECK(mark <= used_, "arena {}: mark {} lies above {} in use", name_, mark, used_);
+  forbid(base_ + mark, used_ - mark);
   used_ = mark;
 }
 

@@ -5,6 +5,9 @@
 // them, which is how step scratch is reused. Every allocation has a name; the largest users and the high mark can be
 // printed. After warm-up an arena is sealed: going over the sealed high mark is a bug that names itself.
 // Not thread-safe: one owner allocates, ops never do so from inside a parallel loop.
+//
+// Under the address sanitizer every piece is followed by a guard, what is not allocated may not be touched, and a new piece is filled
+// with 0xff bytes, which are NaN or -1 in every dtype that has one: a read of what nobody wrote shows in the result.
 
 #include <cstddef>
 #include <string>
@@ -12,24 +15,28 @@
 #include <utility>
 #include <vector>
 
+#include "core/sanitizer.h"
 #include "core/tensor.h"
 
 namespace lockstep {
 
 class Arena {
  public:
-  // Reserves `reserve_bytes` of address space; pages are committed by first touch. Fresh memory reads as zero.
+  // Reserves `reserve_bytes` of address space; pages are committed by first touch.
   Arena(std::string name, size_t reserve_bytes);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // `name` must outlive the arena when it is not a literal. Contents are undefined after a mark was released.
+  // Contents are undefined. `name` must outlive the arena when it is not a literal.
   void* allocate(size_t bytes, std::string_view name);
   TensorView tensor(DType dtype, Shape shape, std::string_view name) {
     return TensorView(allocate(static_cast<size_t>(shape.elements()) * dtype_bytes(dtype), name), dtype, shape);
   }
   TensorView zeros(DType dtype, Shape shape, std::string_view name);
+
+  // What an allocation of `bytes` takes of the reserve.
+  static constexpr size_t footprint(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign + kGuard; }
 
   size_t mark() const { return used_; }
   void release(size_t mark);
@@ -44,6 +51,9 @@ class Arena {
   bool sealed() const { return sealed_; }
 
  private:
+  static constexpr size_t kAlign = 64;  // one cache line, one AVX-512 vector
+  static constexpr size_t kGuard = kAddressSanitizer ? 64 : 0;
+
   std::string name_;
   char* base_ = nullptr;
   size_t reserve_ = 0;

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 
 #include "core/arena.h"
@@ -77,8 +78,35 @@ TEST(Arena, MarksReleaseAndHighWaterStays) {
   char* first = static_cast<char*>(a.allocate(1000, "y"));
   a.release(mark);
   EXPECT_EQ(a.allocate(10, "z"), first);
-  EXPECT_EQ(a.high_bytes(), 128u + 1024u);
+  EXPECT_EQ(a.high_bytes(), Arena::footprint(100) + Arena::footprint(1000));
+  EXPECT_EQ(Arena::footprint(100), kAddressSanitizer ? 192u : 128u);
   EXPECT_EQ(reinterpret_cast<uintptr_t>(first) % 64, 0u);
+}
+
+TEST(ArenaDeath, AnAllocationThatWouldWrapDoesNotFit) {
+  Arena a("small", 4096);
+  EXPECT_DEATH(a.allocate(SIZE_MAX - 10, "wraps"), "arena small.*'wraps' do not fit");
+}
+
+// What the address sanitizer sees of arenas: the byte behind a piece, a released piece, and a piece nobody has written.
+TEST(ArenaDeath, TheAddressSanitizerGuardsPieces) {
+  if (!kAddressSanitizer) GTEST_SKIP() << "not a build under the address sanitizer";
+  Arena a("guarded", 1 << 20);
+  volatile char* unused = static_cast<char*>(a.allocate(0, "unused"));
+  volatile char* first = static_cast<char*>(a.allocate(100, "first"));
+  first[99] = 1;
+  EXPECT_DEATH(unused[0] = 1, "use-after-poison");
+  EXPECT_DEATH(first[100] = 1, "use-after-poison");
+  const size_t mark = a.mark();
+  const TensorView second = a.tensor(DType::f32, {16}, "second");  // a multiple of the alignment: no padding behind it
+  EXPECT_TRUE(std::isnan(second.ptr<float>()[15]));
+  volatile float* outside = second.ptr<float>() + 16;
+  EXPECT_DEATH((void)*outside, "use-after-poison");
+  EXPECT_EQ(a.zeros(DType::f32, {16}, "third").ptr<float>()[15], 0.0f);
+  a.release(mark);
+  volatile float* released = second.ptr<float>();
+  EXPECT_DEATH((void)*released, "use-after-poison");
+  EXPECT_EQ(first[99], 1);
 }
 
 TEST(ArenaDeath, SealedArenaNamesTheAllocationThatGrows) {

@@ -1,12 +1,16 @@
 #include "model/config.h"
 
+#include <algorithm>
 #include <cmath>
+#include <concepts>
 #include <fstream>
+#include <limits>
 #include <numeric>
 #include <sstream>
 
 #include <nlohmann/json.hpp>
 
+#include "ops/gate/gate.h"
 #include "ops/hyperconn/hyperconn.h"
 
 namespace lockstep {
@@ -18,30 +22,44 @@ using Json = nlohmann::json;
 constexpr std::string_view kSwaName = "sliding_attention";
 constexpr std::string_view kCsaName = "compressed_sparse_attention";
 constexpr std::string_view kHcaName = "heavily_compressed_attention";
+constexpr int64_t kMaxHeadDim = 65536;
+constexpr int64_t kMaxPageUnit = int64_t{1} << 20;
 constexpr int64_t kReleasedOverlapRatio = 4;  // in compress_ratios, 4 and only 4 means overlapping compression with an indexer
 
-// Reads typed values of one JSON object; the first problem is kept and everything after it is a no-op.
+// A value for a message. What has levels is not written out: writing recurses, and a file may hold any number of levels.
+std::string shown(const Json& v) { return v.is_array() ? "a list" : v.is_object() ? "an object" : v.dump(); }
+
+// Reads typed values of one JSON object; the first problem is kept in `status` and everything after it is a no-op.
 class Reader {
  public:
-  Reader(const Json& object, std::string origin) : object_(object), origin_(std::move(origin)) {}
+  Reader(const Json& object, std::string origin, Status& status) : object_(object), origin_(std::move(origin)), status_(status) {}
+  // A member that is an object, with messages that name it.
+  Reader nested(const char* key) const { return Reader(object_.at(key), fmt::format("{}: {}", origin_, key), status_); }
 
   bool has(const char* key) const { return object_.contains(key) && !object_.at(key).is_null(); }
+  bool has_object(const char* key) const { return has(key) && object_.at(key).is_object(); }
+  const Json* find(const char* key) const { return has(key) ? &object_.at(key) : nullptr; }
   void fail(std::string message) {
     if (status_) status_ = errorf("{}: {}", origin_, message);
   }
-  void integer(const char* key, int64_t& out, bool required = true) {
+  template <std::signed_integral T>
+  void integer(const char* key, T& out, bool required = true) {
     number(key, required, [&](const Json& v) {
-      if (!v.is_number_integer()) return fail(fmt::format("{} is {}, expected an integer", key, v.dump()));
-      out = v.get<int64_t>();
+      const auto too_large = [&] { return v.is_number_unsigned() && v.get<uint64_t>() > uint64_t{std::numeric_limits<int64_t>::max()}; };
+      if (!v.is_number_integer() || too_large() || v.get<int64_t>() != static_cast<T>(v.get<int64_t>()))
+        return fail(fmt::format("{} is {}, expected an integer of at most {} bits", key, shown(v), 8 * sizeof(T)));
+      out = static_cast<T>(v.get<int64_t>());
     });
   }
-  template <typename F>
-  void real(const char* key, F& out, bool required = true) {
-    number(key, required, [&](const Json& v) { out = v.get<F>(); });
+  template <std::floating_point T>
+  void real(const char* key, T& out, bool required = true) {
+    number(key, required, [&](const Json& v) {
+      const double x = v.get<double>();
+      if (!(std::abs(x) <= static_cast<double>(std::numeric_limits<T>::max())))
+        return fail(fmt::format("{} is {}, expected a number of magnitude up to {}", key, shown(v), std::numeric_limits<T>::max()));
+      out = static_cast<T>(x);
+    });
   }
-  const Json* find(const char* key) const { return has(key) ? &object_.at(key) : nullptr; }
-  const Status& status() const { return status_; }
-  const std::string& origin() const { return origin_; }
 
  private:
   template <typename F>
@@ -51,41 +69,41 @@ class Reader {
       return;
     }
     const Json& v = object_.at(key);
-    if (!v.is_number() || (v.is_number_float() && !std::isfinite(v.get<double>())))
-      return fail(fmt::format("{} is {}, expected a number", key, v.dump()));
+    if (!v.is_number()) return fail(fmt::format("{} is {}, expected a number", key, shown(v)));
     set(v);
   }
 
   const Json& object_;
   std::string origin_;
-  Status status_;
+  Status& status_;
 };
 
-void read_rope_scaling(const Json& object, Reader& r, RopeScaling& scaling) {
-  const std::string type = object.value("rope_type", object.value("type", std::string("default")));
-  if (type == "default") return;
-  if (type != "yarn") return r.fail(fmt::format("rope scaling type is \"{}\", only \"yarn\" and \"default\" exist in this model", type));
-  scaling.factor = object.value("factor", 1.0f);
-  scaling.original_positions = object.value("original_max_position_embeddings", int64_t{0});
-  scaling.beta_fast = object.value("beta_fast", 32.0f);
-  scaling.beta_slow = object.value("beta_slow", 1.0f);
-  if (!(scaling.factor >= 1.0f)) r.fail(fmt::format("rope scaling factor is {}, expected at least 1", scaling.factor));
-  if (scaling.original_positions < 1)
-    r.fail(fmt::format("original_max_position_embeddings of the rope scaling is {}, expected a positive integer", scaling.original_positions));
+void read_rope_scaling(Reader r, RopeScaling& scaling) {
+  const Json* type = r.has("rope_type") ? r.find("rope_type") : r.find("type");
+  if (type == nullptr || *type == "default") return;
+  if (*type != "yarn") return r.fail(fmt::format("rope scaling type is {}, only \"yarn\" and \"default\" exist in this model", shown(*type)));
+  r.real("factor", scaling.factor, false);
+  r.integer("original_max_position_embeddings", scaling.original_positions);
+  if (scaling.original_positions < 1) r.fail(fmt::format("original_max_position_embeddings is {}, expected a positive integer", scaling.original_positions));
+  r.real("beta_fast", scaling.beta_fast, false);
+  r.real("beta_slow", scaling.beta_slow, false);
 }
 
 // rope_parameters (transformers: {main, compress}, or one flat block for the compressed layers) or rope_scaling (released).
 void read_rope(Reader& r, ModelConfig& m) {
   r.real("rope_theta", m.rope_theta, false);
   r.real("compress_rope_theta", m.compress_rope_theta, false);
-  if (const Json* p = r.find("rope_parameters"); p != nullptr && p->is_object()) {
-    const bool split = p->contains("compress") || p->contains("main");
-    if (split && p->contains("main")) m.rope_theta = p->at("main").value("rope_theta", m.rope_theta);
-    const Json& compress = split ? p->value("compress", Json::object()) : *p;
-    m.compress_rope_theta = split ? compress.value("rope_theta", m.compress_rope_theta) : m.compress_rope_theta;
-    read_rope_scaling(compress, r, m.compress_rope_scaling);
-  } else if (const Json* s = r.find("rope_scaling"); s != nullptr && s->is_object()) {
-    read_rope_scaling(*s, r, m.compress_rope_scaling);
+  if (r.has_object("rope_parameters")) {
+    Reader p = r.nested("rope_parameters");
+    if (p.has_object("main")) p.nested("main").real("rope_theta", m.rope_theta, false);
+    if (p.has_object("compress")) {
+      p.nested("compress").real("rope_theta", m.compress_rope_theta, false);
+      read_rope_scaling(p.nested("compress"), m.compress_rope_scaling);
+    } else if (!p.has("main")) {
+      read_rope_scaling(p, m.compress_rope_scaling);
+    }
+  } else if (r.has_object("rope_scaling")) {
+    read_rope_scaling(r.nested("rope_scaling"), m.compress_rope_scaling);
   }
 }
 
@@ -98,7 +116,7 @@ void read_released_layers(Reader& r, int64_t num_layers, ModelConfig& m) {
   for (int64_t i = 0; i < num_layers; ++i) {
     const Json& v = ratios[static_cast<size_t>(i)];
     if (!v.is_number_integer() || v.get<int64_t>() < 0 || v.get<int64_t>() == 1)
-      return r.fail(fmt::format("compress_ratios[{}] is {}, expected 0 or an integer of at least 2", i, v.dump()));
+      return r.fail(fmt::format("compress_ratios[{}] is {}, expected 0 or an integer of at least 2", i, shown(v)));
     LayerConfig layer;
     layer.ratio = v.get<int64_t>();
     layer.attention = layer.ratio == 0                       ? AttentionKind::swa
@@ -115,9 +133,10 @@ void read_released_layers(Reader& r, int64_t num_layers, ModelConfig& m) {
 
 void read_named_layers(Reader& r, int64_t num_layers, ModelConfig& m) {
   int64_t csa_rate = 4, hca_rate = 128;
-  if (const Json* rates = r.find("compress_rates"); rates != nullptr && rates->is_object()) {
-    csa_rate = rates->value(kCsaName, csa_rate);
-    hca_rate = rates->value(kHcaName, hca_rate);
+  if (r.has_object("compress_rates")) {
+    Reader rates = r.nested("compress_rates");
+    rates.integer(kCsaName.data(), csa_rate, false);
+    rates.integer(kHcaName.data(), hca_rate, false);
   }
   r.integer("compress_rate_csa", csa_rate, false);
   r.integer("compress_rate_hca", hca_rate, false);
@@ -136,7 +155,7 @@ void read_named_layers(Reader& r, int64_t num_layers, ModelConfig& m) {
       layer.attention = AttentionKind::hca;
       layer.ratio = hca_rate;
     } else {
-      return r.fail(fmt::format("layer_types[{}] is {}, expected {}, {} or {}", i, t.dump(), kSwaName, kCsaName, kHcaName));
+      return r.fail(fmt::format("layer_types[{}] is {}, expected {}, {} or {}", i, shown(t), kSwaName, kCsaName, kHcaName));
     }
     m.layers.push_back(layer);
   }
@@ -145,7 +164,7 @@ void read_named_layers(Reader& r, int64_t num_layers, ModelConfig& m) {
       return r.fail(fmt::format("mlp_layer_types must list {} layers (num_hidden_layers)", num_layers));
     for (int64_t i = 0; i < num_layers; ++i) {
       const Json& t = (*mlp)[static_cast<size_t>(i)];
-      if (t != "moe" && t != "hash_moe") return r.fail(fmt::format("mlp_layer_types[{}] is {}, expected \"moe\" or \"hash_moe\"", i, t.dump()));
+      if (t != "moe" && t != "hash_moe") return r.fail(fmt::format("mlp_layer_types[{}] is {}, expected \"moe\" or \"hash_moe\"", i, shown(t)));
       m.layers[static_cast<size_t>(i)].hash_routed = t == "hash_moe";
     }
   } else {
@@ -157,10 +176,10 @@ void read_named_layers(Reader& r, int64_t num_layers, ModelConfig& m) {
 
 void check_fixed_choices(Reader& r) {
   if (const Json* v = r.find("model_type"); v != nullptr && *v != "deepseek_v4")
-    r.fail(fmt::format("model_type is {}, this program runs \"deepseek_v4\" only", v->dump()));
+    r.fail(fmt::format("model_type is {}, this program runs \"deepseek_v4\" only", shown(*v)));
   if (const Json* v = r.find("scoring_func"); v != nullptr && *v != "sqrtsoftplus")
-    r.fail(fmt::format("scoring_func is {}, only \"sqrtsoftplus\" is defined for this model", v->dump()));
-  if (const Json* v = r.find("hidden_act"); v != nullptr && *v != "silu") r.fail(fmt::format("hidden_act is {}, only \"silu\" is defined for this model", v->dump()));
+    r.fail(fmt::format("scoring_func is {}, only \"sqrtsoftplus\" is defined for this model", shown(*v)));
+  if (const Json* v = r.find("hidden_act"); v != nullptr && *v != "silu") r.fail(fmt::format("hidden_act is {}, only \"silu\" is defined for this model", shown(*v)));
   if (const Json* v = r.find("tie_word_embeddings"); v != nullptr && *v == true)
     r.fail("tie_word_embeddings is true; this model has a head of its own, set it to false");
   int64_t shared = 1, kv_heads = 1;
@@ -184,7 +203,7 @@ const char* attention_kind_name(AttentionKind kind) {
 int64_t ModelConfig::page_unit() const {
   int64_t unit = 1;
   for (const LayerConfig& l : layers)
-    if (l.compressed()) unit = std::lcm(unit, l.ratio);
+    if (l.compressed() && unit <= kMaxPageUnit) unit = std::lcm(unit, l.ratio);  // beyond that the config is refused
   return unit;
 }
 
@@ -193,10 +212,11 @@ Result<ModelConfig> parse_model_config(std::string_view json, std::string_view o
   if (object.is_discarded()) return errorf("{}: not valid JSON", origin);
   if (!object.is_object()) return errorf("{}: expected a JSON object", origin);
   ModelConfig m;
-  Reader r(object, std::string(origin));
+  Status status;
+  Reader r(object, std::string(origin), status);
   try {
     check_fixed_choices(r);
-    int64_t num_layers = 0, iters = 20, bos = 0, eos = 1;
+    int64_t num_layers = 0;
     r.integer("vocab_size", m.vocab_size);
     r.integer("hidden_size", m.hidden_size);
     r.integer("num_hidden_layers", num_layers);
@@ -207,7 +227,8 @@ Result<ModelConfig> parse_model_config(std::string_view json, std::string_view o
     } else {
       double factor = 0;
       r.real("partial_rotary_factor", factor);
-      m.rope_dim = static_cast<int64_t>(static_cast<double>(m.head_dim) * factor);
+      if (factor < 0 || factor > 1) r.fail(fmt::format("partial_rotary_factor is {}, expected 0 to 1", factor));
+      m.rope_dim = static_cast<int64_t>(static_cast<double>(std::clamp<int64_t>(m.head_dim, 0, kMaxHeadDim)) * std::clamp(factor, 0.0, 1.0));
     }
     r.integer("q_lora_rank", m.q_rank);
     r.integer("o_groups", m.o_groups);
@@ -222,16 +243,13 @@ Result<ModelConfig> parse_model_config(std::string_view json, std::string_view o
     r.real("routed_scaling_factor", m.routed_scale, false);
     r.real("swiglu_limit", m.swiglu_limit, false);
     r.integer("hc_mult", m.hc_mult, false);
-    r.integer("hc_sinkhorn_iters", iters, false);
+    r.integer("hc_sinkhorn_iters", m.sinkhorn_iters, false);
     r.real("hc_eps", m.hc_eps, false);
     r.real("rms_norm_eps", m.norm_eps, false);
     r.integer("max_position_embeddings", m.max_positions);
     r.real("initializer_range", m.initializer_range, false);
-    r.integer("bos_token_id", bos, false);
-    r.integer("eos_token_id", eos, false);
-    m.sinkhorn_iters = static_cast<int>(std::clamp<int64_t>(iters, 0, 1000));
-    m.bos_id = static_cast<int32_t>(bos);
-    m.eos_id = static_cast<int32_t>(eos);
+    r.integer("bos_token_id", m.bos_id, false);
+    r.integer("eos_token_id", m.eos_id, false);
     read_rope(r, m);
     if (num_layers < 1 || num_layers > 4096) {
       r.fail(fmt::format("num_hidden_layers is {}, expected 1 to 4096", num_layers));
@@ -245,7 +263,7 @@ Result<ModelConfig> parse_model_config(std::string_view json, std::string_view o
   } catch (const Json::exception& e) {
     r.fail(fmt::format("a value has the wrong type: {}", e.what()));
   }
-  LOCKSTEP_RETURN_IF_ERROR(r.status());
+  LOCKSTEP_RETURN_IF_ERROR(status);
   LOCKSTEP_RETURN_IF_ERROR(check_model_config(m, origin));
   return m;
 }
@@ -260,7 +278,8 @@ Result<ModelConfig> load_model_config(const std::string& path) {
 }
 
 Status check_model_config(const ModelConfig& m, std::string_view origin) {
-  constexpr int64_t kMaxDim = int64_t{1} << 24;  // keeps every product of three sizes within 64 bits and every id within 32
+  constexpr int64_t kMaxDim = int64_t{1} << 24;       // keeps every product of two sizes within 64 bits and every id within 32
+  constexpr int64_t kMaxElements = int64_t{1} << 40;  // of one tensor: keeps the bytes of all tensors within 64 bits
   struct Range {
     const char* name;
     int64_t value, low, high;
@@ -271,14 +290,14 @@ Status check_model_config(const ModelConfig& m, std::string_view origin) {
       {"vocab_size", m.vocab_size, 1, kMaxDim},
       {"hidden_size", m.hidden_size, 1, kMaxDim},
       {"num_attention_heads", m.num_heads, 1, 65536},
-      {"head_dim", m.head_dim, 2, 65536},
-      {"qk_rope_head_dim", m.rope_dim, 2, m.head_dim},
+      {"head_dim", m.head_dim, 2, kMaxHeadDim},
+      {"qk_rope_head_dim", m.rope_dim, 2, std::min(m.head_dim, kMaxRopeDim)},
       {"q_lora_rank", m.q_rank, 1, kMaxDim},
       {"o_groups", m.o_groups, 1, m.num_heads},
       {"o_lora_rank", m.o_rank, 1, kMaxDim},
       {"sliding_window", m.window, 1, kMaxDim},
-      {"n_routed_experts", m.num_experts, 1, 65536},
-      {"num_experts_per_tok", m.experts_per_token, 1, std::min<int64_t>(m.num_experts, 16)},
+      {"n_routed_experts", m.num_experts, 1, kMaxExperts},
+      {"num_experts_per_tok", m.experts_per_token, 1, std::min(m.num_experts, kMaxExpertsPerToken)},
       {"moe_intermediate_size", m.expert_dim, 1, kMaxDim},
       {"hc_mult", m.hc_mult, 1, kHyperMaxStreams},
       {"hc_sinkhorn_iters", m.sinkhorn_iters, 1, 64},
@@ -294,11 +313,35 @@ Status check_model_config(const ModelConfig& m, std::string_view origin) {
   if (m.rope_dim % 2 != 0) return errorf("{}: qk_rope_head_dim is {}, rotation works on pairs: it must be even", origin, m.rope_dim);
   if (m.num_heads % m.o_groups != 0)
     return errorf("{}: num_attention_heads {} is not divisible by o_groups {}", origin, m.num_heads, m.o_groups);
+  const double D = static_cast<double>(m.hidden_size), d = static_cast<double>(m.head_dim), rank = static_cast<double>(m.q_rank);
+  const double groups_rank = static_cast<double>(m.o_groups) * static_cast<double>(m.o_rank);
+  for (const auto& [names, elements] : {
+           std::pair{"vocab_size x hidden_size", static_cast<double>(m.vocab_size) * D},
+           {"n_routed_experts x moe_intermediate_size x hidden_size", static_cast<double>(m.num_experts * m.expert_dim) * D},
+           {"num_attention_heads x head_dim x q_lora_rank", static_cast<double>(m.num_heads) * d * rank},
+           {"num_attention_heads x head_dim x o_lora_rank", static_cast<double>(m.num_heads) * d * static_cast<double>(m.o_rank)},
+           {"o_groups x o_lora_rank x hidden_size", groups_rank * D},
+           {"q_lora_rank x hidden_size", rank * D},
+           {"2 x head_dim x hidden_size", 2 * d * D},
+           {"index_n_heads x index_head_dim x q_lora_rank", static_cast<double>(m.index_heads * m.index_head_dim) * rank},
+           {"2 x index_head_dim x hidden_size", 2 * static_cast<double>(m.index_head_dim) * D},
+       })
+    if (elements > static_cast<double>(kMaxElements))
+      return errorf("{}: {} is {:.0f}, more than the 2^40 numbers that a tensor may hold", origin, names, elements);
   for (const auto& [name, value] : {std::pair{"rms_norm_eps", m.norm_eps}, {"hc_eps", m.hc_eps}, {"routed_scaling_factor", m.routed_scale}})
     if (!(value > 0.0f) || !std::isfinite(value)) return errorf("{}: {} is {}, expected a positive number", origin, name, value);
   if (!std::isfinite(m.swiglu_limit)) return errorf("{}: swiglu_limit is {}", origin, m.swiglu_limit);
+  if (!(m.initializer_range >= 0.0f) || !std::isfinite(m.initializer_range))
+    return errorf("{}: initializer_range is {}, expected a number of at least 0", origin, m.initializer_range);
   for (const auto& [name, value] : {std::pair{"rope_theta", m.rope_theta}, {"compress_rope_theta", m.compress_rope_theta}})
     if (!(value > 1.0) || !std::isfinite(value)) return errorf("{}: {} is {}, expected more than 1", origin, name, value);
+  const RopeScaling& scaling = m.compress_rope_scaling;
+  if (!(scaling.factor >= 1.0f) || !std::isfinite(scaling.factor))
+    return errorf("{}: rope scaling factor is {}, expected at least 1", origin, scaling.factor);
+  if (scaling.original_positions < (scaling.factor > 1.0f ? 1 : 0))
+    return errorf("{}: original_max_position_embeddings of the rope scaling is {}, expected a positive integer", origin, scaling.original_positions);
+  for (const auto& [name, value] : {std::pair{"beta_fast", scaling.beta_fast}, {"beta_slow", scaling.beta_slow}})
+    if (!(value > 0.0f) || !std::isfinite(value)) return errorf("{}: {} of the rope scaling is {}, expected a positive number", origin, name, value);
   if (m.layers.empty()) return errorf("{}: the model has no layers", origin);
   for (int64_t i = 0; i < m.num_layers(); ++i) {
     const LayerConfig& l = m.layers[static_cast<size_t>(i)];
@@ -307,8 +350,8 @@ Status check_model_config(const ModelConfig& m, std::string_view origin) {
       return errorf("{}: layer {} is {} with compression ratio {}; {}", origin, i, attention_kind_name(l.attention), l.ratio,
                     window_only ? "a window-only layer has ratio 0" : "a compressed layer needs a ratio from 2 to 65536");
   }
-  if (m.page_unit() > (int64_t{1} << 20))
-    return errorf("{}: the compression ratios' least common multiple is {}, over 2^20; state pages would be too large", origin, m.page_unit());
+  if (m.page_unit() > kMaxPageUnit)
+    return errorf("{}: the compression ratios' least common multiple is {} or more, over 2^20; state pages would be too large", origin, m.page_unit());
   return Status::ok();
 }
 

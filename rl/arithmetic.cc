@@ -193,8 +193,8 @@ Status check_arithmetic_options(const ArithmeticOptions& options) {
   if (options.difficulty_min < 1 || options.difficulty_max > kMaxDifficulty || options.difficulty_min > options.difficulty_max)
     return errorf("difficulties from {} to {}; they go from 1 to {}", options.difficulty_min, options.difficulty_max,
                   kMaxDifficulty);
-  if (!(options.brief_share >= 0 && options.brief_share <= 1))
-    return errorf("a share of {} brief solutions; it goes from 0 to 1", options.brief_share);
+  if (!(options.unboxed_share >= 0 && options.unboxed_share <= 1))
+    return errorf("a share of {} solutions without their box; it goes from 0 to 1", options.unboxed_share);
   return Status::ok();
 }
 
@@ -216,8 +216,8 @@ ArithmeticItem make_arithmetic_item(const ArithmeticOptions& options, uint64_t i
         item.solution.size() > kMaxArithmeticSolution)
       continue;
     // Drawn apart and after the length was judged, so that the problems are the same whatever the share.
-    const bool brief = uniform_open(philox(options.seed, RngPurpose::task, index, kAttempts, 0)[0]) < options.brief_share;
-    if (brief) item.solution.erase(0, problem.steps.size() + 1);
+    const bool unboxed = uniform_open(philox(options.seed, RngPurpose::task, index, kAttempts, 0)[0]) < options.unboxed_share;
+    if (unboxed) item.solution = problem.steps;
     item.id = fmt::format("{}-{}", arithmetic_family_name(item.family), index);
     item.prompt = std::move(problem.prompt);
     item.label = std::to_string(problem.answer);

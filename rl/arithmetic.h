@@ -45,7 +45,7 @@ struct ArithmeticOptions {
   // From 1 (one digit, mostly) to kMaxDifficulty (three digits); each item draws evenly from [min, max].
   int difficulty_min = 1, difficulty_max = kMaxDifficulty;
   std::vector<ArithmeticFamily> families = {};  // drawn evenly; empty means all
-  float brief_share = 0;                        // of items whose solution is the boxed answer alone, without the steps
+  float unboxed_share = 0;                      // of items whose solution stops after the steps, without the boxed answer
 };
 
 struct ArithmeticItem {

@@ -146,16 +146,16 @@ TEST(Arithmetic, TheseItemsNeverChange) {  // a stored data set must be reproduc
   }
 }
 
-TEST(Arithmetic, BriefSolutionsLeaveTheProblemsAlone) {
-  int brief = 0;
+TEST(Arithmetic, UnboxedSolutionsLeaveTheProblemsAlone) {
+  int unboxed = 0;
   for (uint64_t i = 0; i < 2000; ++i) {
-    const ArithmeticItem worked = make_arithmetic_item({.seed = 3}, i), some = make_arithmetic_item({.seed = 3, .brief_share = 0.25f}, i);
+    const ArithmeticItem worked = make_arithmetic_item({.seed = 3}, i), some = make_arithmetic_item({.seed = 3, .unboxed_share = 0.25f}, i);
     ASSERT_EQ(some.prompt, worked.prompt);
     if (some.solution == worked.solution) continue;
-    ASSERT_EQ(some.solution, "\\boxed{" + worked.label + "}");
-    ++brief;
+    ASSERT_EQ(some.solution + ";\\boxed{" + worked.label + "}", worked.solution);
+    ++unboxed;
   }
-  EXPECT_NEAR(brief, 500, 5 * 19.4);  // five standard deviations, sqrt(2000 * 0.25 * 0.75)
+  EXPECT_NEAR(unboxed, 500, 5 * 19.4);  // five standard deviations, sqrt(2000 * 0.25 * 0.75)
 }
 
 TEST(Arithmetic, DifficultyAndFamiliesAreKept) {

@@ -15,10 +15,9 @@ bool is_trained(const TensorSpec& spec, const OptimizerConfig& config) {
 }
 
 size_t tensor_set_bytes(const std::vector<TensorSpec>& table, const std::function<bool(const TensorSpec&)>& wanted) {
-  constexpr size_t kPadding = 64;  // an arena rounds every allocation up to this
   size_t bytes = 0;
   for (const TensorSpec& spec : table)
-    if (wanted(spec)) bytes += static_cast<size_t>(spec.shape.elements()) * sizeof(float) + kPadding;
+    if (wanted(spec)) bytes += Arena::footprint(static_cast<size_t>(spec.shape.elements()) * sizeof(float));
   return bytes;
 }
 

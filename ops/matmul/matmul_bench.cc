@@ -5,38 +5,6 @@
 // ratio. The peer multiplies f32 in every row; at M = 1 it is the faster of sgemm and sgemv. "cold" rows walk through 64 MiB of
 // weights so that no cache holds them, as a decode step of a large model does.
 
-#undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "ops/matmul/matmul_bench.cc"
-#include <hwy/foreach_target.h>
-#include <hwy/highway.h>
-
-#include "ops/fixed_math-inl.h"
-
-HWY_BEFORE_NAMESPACE();
-namespace lockstep::HWY_NAMESPACE {
-
-// 12 independent chains of fused multiply-adds; returns the operations done.
-double FmaChains(int64_t steps, float* sink) {
-  const F32Tag d;
-  constexpr int kChains = 12;
-  hn::Vec<F32Tag> acc[kChains];
-#pragma GCC unroll 12
-  for (int i = 0; i < kChains; ++i) acc[i] = hn::Set(d, sink[4 + i]);  // unlike starts, or equal chains would be computed once
-  const auto a = hn::Set(d, sink[0]), b = hn::Set(d, sink[1]);
-  for (int64_t s = 0; s < steps; ++s)
-#pragma GCC unroll 12
-    for (int i = 0; i < kChains; ++i) acc[i] = hn::MulAdd(acc[i], a, b);
-  auto sum = acc[0];
-#pragma GCC unroll 12
-  for (int i = 1; i < kChains; ++i) sum = hn::Add(sum, acc[i]);
-  sink[2] = hn::GetLane(hn::SumOfLanes(d, sum));
-  return 2.0 * kChains * static_cast<double>(kF32Lanes) * static_cast<double>(steps);
-}
-
-}  // namespace lockstep::HWY_NAMESPACE
-HWY_AFTER_NAMESPACE();
-
-#if HWY_ONCE
 #include <benchmark/benchmark.h>
 #ifdef LOCKSTEP_HAVE_OPENBLAS
 #include <cblas.h>
@@ -54,12 +22,11 @@ extern "C" char* openblas_get_corename(void);
 
 #include <fmt/core.h>
 
+#include "ops/fma_peak.h"
 #include "ops/matmul/matmul.h"
 #include "ops/testing.h"
 
 namespace lockstep {
-
-HWY_EXPORT(FmaChains);
 
 namespace {
 
@@ -256,23 +223,8 @@ Row grouped_row(DType dtype, int64_t experts, int64_t rows, int64_t n, int64_t k
 Row peak_row(int threads) {
   Row row;
   row.threads = threads;
-  constexpr int64_t kSteps = 200000;
-  Tensor& sink = keep(Tensor(DType::f32, {threads, 64}));
-  const auto fill = [](float* s) {
-    for (int i = 0; i < 16; ++i) s[i] = 0.5f + static_cast<float>(i) * 0x1p-8f;
-  };
-  float probe[16];
-  fill(probe);
-  row.operations = threads * HWY_DYNAMIC_DISPATCH(FmaChains)(kSteps, probe);
-  row.ours = [=, &sink] {
-    parallel_for(context(threads), threads, 1'000'000, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = begin; i < end; ++i) {
-        float* s = sink.view().row<float>(i);
-        fill(s);
-        HWY_DYNAMIC_DISPATCH(FmaChains)(kSteps, s);
-      }
-    });
-  };
+  row.operations = fma_chains(context(threads));
+  row.ours = [=] { fma_chains(context(threads)); };
   return row;
 }
 
@@ -415,11 +367,8 @@ int main(int argc, char** argv) {
 #else
   fmt::print("built without OpenBLAS: no peer\n");
 #endif
-  const int64_t targets = hwy::SupportedTargets() & HWY_TARGETS;  // the lowest bit is the best
-  fmt::print("SIMD target: {}\n", hwy::TargetName(targets & -targets));
   lockstep::register_rows();
   lockstep::Reporter reporter;
   benchmark::RunSpecifiedBenchmarks(&reporter);
   return 0;
 }
-#endif  // HWY_ONCE

@@ -32,7 +32,7 @@ void rope_frequencies(float* theta, int64_t rope_dim, double base, const RopeSca
 void rope_table(TensorView table, double base, const RopeScaling& scaling) {
   CHECK(table.shape.rank == 2 && table.dtype == DType::f32 && table.dim(1) % 2 == 0, "rope_table: {} {}", dtype_name(table.dtype),
         table.shape.str());
-  constexpr int64_t kMaxPairs = 512;
+  constexpr int64_t kMaxPairs = kMaxRopeDim / 2;
   const int64_t pairs = table.dim(1) / 2;
   CHECK(pairs <= kMaxPairs, "rope_table: {} pairs over {}", pairs, kMaxPairs);
   if (table.empty()) return;
