@@ -6,6 +6,14 @@
 #include <sstream>
 #include <type_traits>
 
+// A malformed file can reach the parser's assertions ("[" before a NUL byte does): they are errors of the file, like all others.
+namespace lockstep {
+struct TomlAssertion {};
+}  // namespace lockstep
+#define TOML_ASSERT(condition)                           \
+  do {                                                   \
+    if (!(condition)) throw ::lockstep::TomlAssertion(); \
+  } while (false)
 #include <toml++/toml.h>
 
 #include "cli/names.h"
@@ -450,6 +458,8 @@ Status read_config(ResolvedConfig& config, std::string_view text, std::string_vi
     return read_table(config, toml::parse(text, std::string(file)), file);
   } catch (const toml::parse_error& e) {
     return errorf("{}:{}: {}", file, e.source().begin.line, e.description());
+  } catch (const TomlAssertion&) {
+    return errorf("{}: not valid TOML", file);
   }
 }
 
@@ -530,7 +540,11 @@ Status check_train_config(const ResolvedConfig& config) {
     return setting_error(config, "train.overlong_buffer",
                          fmt::format("it must fit into rollout.max_new_tokens = {}", c.rollout.max_new_tokens));
   }
-  const int64_t samples = c.rollout.prompts_per_step * c.rollout.samples_per_prompt;
+  int64_t samples = 0;
+  if (__builtin_mul_overflow(c.rollout.prompts_per_step, c.rollout.samples_per_prompt, &samples)) {
+    return setting_error(config, "rollout.prompts_per_step",
+                         fmt::format("with {} samples each a step has too many samples to count", c.rollout.samples_per_prompt));
+  }
   if (samples % c.train.steps_per_rollout != 0) {
     return setting_error(config, "train.steps_per_rollout", fmt::format("it must divide the {} samples of a step", samples));
   }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <string>
 
 #include "cli/names.h"
 
@@ -46,6 +47,12 @@ TEST(Options, SyntaxErrorsNameTheLine) {
   EXPECT_TRUE(read_error("[run]\nsteps = \n").starts_with("run.toml:2: ")) << read_error("[run]\nsteps = \n");
   EXPECT_TRUE(read_error("[run]\nsteps = 1\nsteps = 2\n").starts_with("run.toml:3: "));
   EXPECT_FALSE(read_error("[run\n").empty());
+}
+
+TEST(Options, BytesThatAreNotTextAreErrors) {
+  using std::string_literals::operator""s;
+  for (const std::string& text : {"[\0"s, "[run]\n[\1\1\0x = 1\n"s, "\xff"s, "[run]\ndir = \"\xc3\"\n"s, "\xef\xbb\xbf\0"s})
+    EXPECT_TRUE(read_error(text).starts_with("run.toml:")) << read_error(text);
 }
 
 TEST(Options, IntegersAreAcceptedForNumbers) {
@@ -156,6 +163,11 @@ TEST(Options, SettingsThatContradictEachOther) {
   EXPECT_FALSE(error("train.aggregation=seq_mean_token_sum_norm").empty());
   EXPECT_FALSE(error("run.eval_every=5").empty());
   EXPECT_FALSE(error("model.config=").empty());
+
+  ResolvedConfig config = trainable();  // 2^53 * 2^16 samples
+  ASSERT_TRUE(apply_override(config, "rollout.prompts_per_step=9007199254740992").is_ok());
+  ASSERT_TRUE(apply_override(config, "rollout.samples_per_prompt=65536").is_ok());
+  EXPECT_NE(check_train_config(config).message().find("too many samples"), std::string::npos);
 }
 
 TEST(Options, NearestName) {

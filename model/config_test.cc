@@ -7,7 +7,7 @@
 namespace lockstep {
 namespace {
 
-// A legal released-form config; `edits` are appended as JSON members (later members win over none: names are unique here).
+// A legal released-form config without one member and with `extra` members behind the others; of equal names the last counts.
 std::string released(const std::string& without = "", const std::string& extra = "") {
   const std::pair<const char*, const char*> members[] = {
       {"model_type", "\"deepseek_v4\""}, {"vocab_size", "96"},       {"hidden_size", "64"},          {"num_hidden_layers", "4"},
@@ -104,14 +104,40 @@ TEST(ModelConfig, EveryImpossibleValueIsNamed) {
       {released("", "\"eos_token_id\": 96"), "eos_token_id is 96, expected 0 to 95"},
       {released("rope_scaling", "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 2}"), "rope scaling type is \"linear\""},
       {released("rope_scaling", "\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 2}"), "original_max_position_embeddings"},
-      {released("rope_scaling", "\"rope_scaling\": {\"type\": \"yarn\", \"factor\": \"x\"}"), "wrong type"},
+      {released("rope_scaling", "\"rope_scaling\": {\"type\": \"yarn\", \"factor\": \"x\"}"), "rope_scaling: factor is \"x\", expected a number"},
+      {released("rope_scaling", "\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 1e39, \"original_max_position_embeddings\": 8}"), "factor is 1e+39"},
+      {released("rope_scaling", "\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 2, \"original_max_position_embeddings\": 8, \"beta_slow\": 0}"),
+       "beta_slow of the rope scaling is 0"},
+      {released("rope_scaling", "\"rope_scaling\": {\"type\": [], \"factor\": 2}"), "rope scaling type is a list"},
+      {released("", "\"initializer_range\": -0.5"), "initializer_range is -0.5"},
+      {released("", "\"hc_eps\": 1e300"), "hc_eps is 1e+300, expected a number of magnitude up to"},
+      {released("qk_rope_head_dim", "\"partial_rotary_factor\": 1e30"), "partial_rotary_factor is 1e+30, expected 0 to 1"},
+      {released("n_routed_experts", "\"n_routed_experts\": 1025"), "n_routed_experts is 1025, expected 1 to 1024"},
+      // Values that a narrower type would have taken for others.
+      {released("", "\"bos_token_id\": 4294967297"), "bos_token_id is 4294967297, expected an integer of at most 32 bits"},
+      {released("", "\"hc_sinkhorn_iters\": 18446744073709551615"), "hc_sinkhorn_iters is 18446744073709551615, expected an integer"},
+      {released("compress_ratios", R"("layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+                                      "compress_rates": {"heavily_compressed_attention": 4.5})"), "heavily_compressed_attention is 4.5, expected an integer"},
       {released("num_hidden_layers", "\"num_hidden_layers\": 1000000"), "num_hidden_layers is 1000000"},
+      // Products and least common multiples beyond 64 bits.
+      {released("hidden_size", "\"hidden_size\": 16777216, \"n_routed_experts\": 1024, \"moe_intermediate_size\": 16777216"), "numbers that a tensor may hold"},
+      {released("compress_ratios", "\"compress_ratios\": [65521, 65519, 65497, 65479]"), "least common multiple is 4292870399 or more"},
   };
   for (const Bad& b : cases) {
     const auto r = parse_model_config(b.json, "dir/config.json");
     ASSERT_FALSE(r) << b.json;
     EXPECT_NE(r.message().find(b.message), std::string::npos) << r.message() << "\nwanted: " << b.message;
     EXPECT_EQ(r.message().find("dir/config.json"), 0u) << r.message();
+  }
+}
+
+// A message that wrote out a value of a million levels would need as many stack frames.
+TEST(ModelConfig, ManyLevelsAreAnOrdinaryWrongValue) {
+  const std::string levels = std::string(1'000'000, '[') + std::string(1'000'000, ']');
+  for (const char* key : {"hidden_size", "scoring_func", "model_type", "compress_ratios"}) {
+    const auto r = parse_model_config(released(key, fmt::format("\"{}\": {}", key, levels)), "config.json");
+    ASSERT_FALSE(r);
+    EXPECT_LT(r.message().size(), 200u);
   }
 }
 
