@@ -1,7 +1,7 @@
 # The commands of the README. Each does its own set-up: packages, configuration, build.
 #
 #   make build     build/lockstep
-#   make demo      train a small model by SFT, then by GRPO, and print what it learned (about ten minutes on two cores)
+#   make demo      train a small model by SFT, then by GRPO, and print what it learned (a few minutes on two cores)
 #   make test      build everything and run every test
 #   make bench     measure kernels beside their peers
 #   make asan      the tests under the address and undefined-behaviour sanitizers

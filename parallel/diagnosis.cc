@@ -64,6 +64,7 @@ class Case {
       if (ranks.size() > 1) why += fmt::format("; the processes of ranks {} are {}", list(ranks), state);
       return about(rank, why, true);
     }
+    if (terminated()) return finish(-1, nullptr, "the job was terminated from outside (SIGTERM)");
     if (Diagnosis d; disagreement(&d)) return d;
     if (const std::vector<int> silent = without_record(); !silent.empty() && silent.size() < of_.size()) {
       std::string why = "it wrote no record: its host may be lost";
@@ -217,7 +218,7 @@ class Case {
         break;
       }
     }
-    if (start == nullptr) return finish(-1, nullptr, ended_how());
+    if (start == nullptr) return finish(-1, nullptr, "no rank was waiting for another");
     if (start->missing.empty())
       return finish(-1, start, fmt::format("every rank arrived at {} {}, but it does not complete: look at the network", describe(*start->op), place(*start->op)));
     std::vector<bool> seen(of_.size(), false);
@@ -244,10 +245,15 @@ class Case {
     return -1;
   }
 
-  std::string ended_how() const {
-    for (const FlightRecord* r : of_)
-      if (r != nullptr && r->cause == FlightCause::terminated) return "the job was terminated from outside; no rank was waiting";
-    return "no rank was waiting";
+  // Whether a SIGTERM is all that happened.
+  bool terminated() const {
+    bool any = false;
+    for (const FlightRecord* r : of_) {
+      if (r == nullptr) continue;
+      if (r->cause != FlightCause::terminated && r->cause != FlightCause::told) return false;
+      any = any || r->cause == FlightCause::terminated;
+    }
+    return any;
   }
 
   std::vector<const FlightRecord*> of_;     // by rank; nullptr: silent

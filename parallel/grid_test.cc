@@ -110,7 +110,9 @@ TEST(Grid, GroupsCutTheRanks) {
       EXPECT_EQ(both, std::vector<int>{r});
       EXPECT_TRUE(std::includes(dp.begin(), dp.end(), ep.begin(), ep.end()));
       EXPECT_TRUE(std::includes(dp.begin(), dp.end(), replicas.begin(), replicas.end()));
-      if (const int next = grid.next_stage(r); next >= 0) EXPECT_EQ(grid.previous_stage(next), r);
+      if (const int next = grid.next_stage(r); next >= 0) {
+        EXPECT_EQ(grid.previous_stage(next), r);
+      }
     }
   }
 }
@@ -251,7 +253,9 @@ TEST(BalanceLayers, NoSplitIsBetter) {
       double other_squares = 0;
       const double other_worst = dearest_stage(costs, other, &other_squares);
       EXPECT_GE(other_worst, worst);
-      if (other_worst == worst) EXPECT_GE(other_squares, squares);
+      if (other_worst == worst) {
+        EXPECT_GE(other_squares, squares);
+      }
     });
   }
 }
