@@ -399,6 +399,38 @@ std::string wrap(std::string_view text, size_t indent, size_t width) {
   return out;
 }
 
+// Refuses text on which the TOML library leaves defined behaviour (its issues 190 and 295): characters beyond ASCII outside of
+// strings and comments, and strings of several lines, which no setting needs.
+Status check_characters(std::string_view text, std::string_view file) {
+  if (text.starts_with("\xef\xbb\xbf")) text.remove_prefix(3);  // a byte order mark
+  int64_t line = 1;
+  char quote = 0;  // what closes the string at hand; 0 outside of strings
+  bool comment = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char ch = text[i];
+    if (ch == '\n') {
+      if (quote != 0) return errorf("{}:{}: a string must end on its line", file, line);
+      comment = false;
+      ++line;
+    } else if (quote != 0) {
+      if (ch == quote) {
+        quote = 0;
+      } else if (ch == '\\' && quote == '"' && !text.substr(i + 1).starts_with('\n')) {
+        ++i;
+      }
+    } else if (comment || ch == '#') {
+      comment = true;
+    } else if (ch == '"' || ch == '\'') {
+      if (text.substr(i + 1).starts_with(std::string(2, ch)))
+        return errorf("{}:{}: strings of several lines are not read; write the text on one line", file, line);
+      quote = ch;
+    } else if (static_cast<unsigned char>(ch) >= 0x80) {
+      return errorf("{}:{}: a character that is not ASCII outside of quotes; is it a no-break space or a typographic quote?", file, line);
+    }
+  }
+  return Status::ok();
+}
+
 Status read_table(ResolvedConfig& config, const toml::table& root, std::string_view file) {
   for (auto&& [section, node] : root) {
     const toml::table* table = node.as_table();
@@ -454,6 +486,7 @@ ResolvedConfig default_config() {
 }
 
 Status read_config(ResolvedConfig& config, std::string_view text, std::string_view file) {
+  LOCKSTEP_RETURN_IF_ERROR(check_characters(text, file));
   try {
     return read_table(config, toml::parse(text, std::string(file)), file);
   } catch (const toml::parse_error& e) {

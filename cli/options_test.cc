@@ -55,6 +55,21 @@ TEST(Options, BytesThatAreNotTextAreErrors) {
     EXPECT_TRUE(read_error(text).starts_with("run.toml:")) << read_error(text);
 }
 
+TEST(Options, CharactersBeyondAsciiBelongIntoQuotes) {
+  constexpr std::string_view kOutside = "a character that is not ASCII outside of quotes";
+  EXPECT_TRUE(read_error("[run]\nsteps =\xc2\xa0" "1\n").starts_with(fmt::format("run.toml:2: {}", kOutside)));  // a no-break space
+  EXPECT_NE(read_error("\xcc\xaa").find(kOutside), std::string::npos);
+  EXPECT_NE(read_error("[run]\ndir = \"a\"\xc3\xa9\n").find(kOutside), std::string::npos);
+  EXPECT_EQ(read_error("[run]\ndir = \"\"\"\\\n\xc2\xa7\"\"\"\n"),
+            "run.toml:2: strings of several lines are not read; write the text on one line");
+  EXPECT_EQ(read_error("[run]\ndir = \"a\\\n\xc3\xa9\"\n"), "run.toml:2: a string must end on its line");
+
+  ResolvedConfig config = default_config();
+  ASSERT_TRUE(read_config(config, "\xef\xbb\xbf# \xc3\xa9\n[run]\ndir = \"\\\"#\xc3\xa9'\" # \"\xc3\xa9\n[model]\nconfig = '\\'\n", "run.toml").is_ok());
+  EXPECT_EQ(config.values.run.dir, "\"#\xc3\xa9'");
+  EXPECT_EQ(config.values.model.config, "\\");
+}
+
 TEST(Options, IntegersAreAcceptedForNumbers) {
   ResolvedConfig config = default_config();
   ASSERT_TRUE(read_config(config, "[rollout]\ntemperature = 2\n", "run.toml").is_ok());

@@ -13,6 +13,23 @@ namespace lockstep {
 
 namespace {
 
+// What one layer's code reads, under short names.
+struct LayerParts {
+  const ModelConfig& m;
+  const LayerConfig& l;
+  const LayerTensors<WeightView>& w;
+  const LayerState& s;
+  const EntryView& entries;
+  const SequenceView& seq;
+  ConstTensorView rope_table;
+};
+LayerParts layer_parts(const Model& model, int layer, const SequenceBatch& batch, const StatePool& state) {
+  const ModelConfig& m = model.weights->config();
+  const size_t i = static_cast<size_t>(layer);
+  return {m,          m.layers[i], model.weights->tensors().layers[i], state.layer(layer), batch.entries[i],
+          batch.seq, m.layers[i].compressed() ? model.rope.compressed : model.rope.window};
+}
+
 // Group i of a grouped output: columns of o and of a, and the group's own matrix.
 WeightView group_weight(const WeightView& wo_a, int64_t i) { return {wo_a.rows.at(i), wo_a.panels.at(i)}; }
 
@@ -71,13 +88,7 @@ void select_entries(Context& c, const ModelConfig& m, const LayerConfig& l, cons
 
 void attention_layer_forward(Context& c, const Model& model, int layer, const SequenceBatch& batch, const StatePool& state, TensorView y,
                              ConstTensorView u, SavedAttention& saved, Arena& keep) {
-  const ModelConfig& m = model.weights->config();
-  const LayerConfig& l = m.layers[static_cast<size_t>(layer)];
-  const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
-  const LayerState& s = state.layer(layer);
-  const EntryView& entries = batch.entries[static_cast<size_t>(layer)];
-  const SequenceView& seq = batch.seq;
-  const ConstTensorView rope_table = l.compressed() ? model.rope.compressed : model.rope.window;
+  const auto [m, l, w, s, entries, seq, rope_table] = layer_parts(model, layer, batch, state);
   const int64_t T = seq.num_tokens, H = m.num_heads, d = m.head_dim;
   const DType dtype = u.dtype;
   const auto probe = [&](std::string_view point, ConstTensorView rows) {
@@ -142,13 +153,7 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
 
 void attention_layer_backward(Context& c, const Model& model, int layer, const SequenceBatch& batch, const StatePool& state, TensorView du,
                               ConstTensorView dy, ConstTensorView u, const SavedAttention& saved, LayerTensors<TensorView>& grad) {
-  const ModelConfig& m = model.weights->config();
-  const LayerConfig& l = m.layers[static_cast<size_t>(layer)];
-  const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
-  const LayerState& s = state.layer(layer);
-  const EntryView& entries = batch.entries[static_cast<size_t>(layer)];
-  const SequenceView& seq = batch.seq;
-  const ConstTensorView rope_table = l.compressed() ? model.rope.compressed : model.rope.window;
+  const auto [m, l, w, s, entries, seq, rope_table] = layer_parts(model, layer, batch, state);
   const int64_t T = seq.num_tokens, H = m.num_heads, d = m.head_dim;
   ArenaScope scope(*c.workspace);
   Arena& ws = *c.workspace;
