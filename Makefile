@@ -11,6 +11,7 @@
 
 JOBS := $(shell nproc)
 
+.DEFAULT_GOAL := build
 .PHONY: build demo test bench asan tsan fuzz clean setup
 
 setup:

@@ -50,6 +50,12 @@ struct MakeTaskArgs {
 };
 int make_task_command(const MakeTaskArgs& args);
 
+struct ExportArgs {
+  std::string checkpoint;
+  std::string directory;
+};
+int export_command(const ExportArgs& args);
+
 int inspect_command(const std::string& path);
 int settings_command();
 

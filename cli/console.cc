@@ -6,6 +6,7 @@
 #include "core/log.h"
 #include "io/file.h"
 #include "io/run_dir.h"
+#include "io/utf8.h"
 
 namespace lockstep {
 
@@ -19,7 +20,7 @@ bool exists(const std::string& path) {
 }  // namespace
 
 int fail(int code, const Status& status) {
-  std::fprintf(stderr, "lockstep: %s\n", status.message().c_str());
+  std::fprintf(stderr, "lockstep: %s\n", without_controls(status.message()).c_str());
   return code;
 }
 
@@ -61,11 +62,23 @@ SftConfig make_sft_config(const RunConfig& c) {
 
 Result<std::string> find_checkpoint(const std::string& path) {
   if (!exists(path)) return errorf("{}: there is no such checkpoint or run", path);
-  if (!exists(path + "/checkpoints")) return path;
+  if (!exists(path + "/checkpoints")) {
+    if (std::filesystem::is_directory(path) && !exists(path + "/config.json"))
+      return errorf("{}: neither a run (it has no checkpoints/) nor a checkpoint (it has no config.json)", path);
+    return path;
+  }
   Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(path);
   if (!newest) return newest.status();
   if (!newest.value()) return errorf("{}: the run has no complete checkpoint yet", path);
   return newest.value()->path;
+}
+
+Status resolve_init(RunConfig& config) {
+  if (!exists(config.model.init + "/checkpoints")) return Status::ok();
+  Result<std::string> checkpoint = find_checkpoint(config.model.init);
+  if (!checkpoint) return errorf("model.init: {}", checkpoint.message());
+  config.model.init = checkpoint.take();
+  return Status::ok();
 }
 
 Result<ResolvedConfig> checkpoint_config(const std::string& checkpoint) {

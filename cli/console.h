@@ -32,6 +32,8 @@ SftConfig make_sft_config(const RunConfig& config);
 
 // A checkpoint directory, or the newest complete one of a run directory.
 Result<std::string> find_checkpoint(const std::string& path);
+// A run directory in model.init becomes its newest complete checkpoint.
+Status resolve_init(RunConfig& config);
 // The settings that the checkpoint was written under, where it says so, with the model taken from the checkpoint itself.
 Result<ResolvedConfig> checkpoint_config(const std::string& checkpoint);
 

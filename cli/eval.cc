@@ -16,13 +16,17 @@ Result<ResolvedConfig> eval_config(const EvalArgs& args) {
   if (args.config.empty() && args.checkpoint.empty()) return errorf("eval needs RUN.toml, or --checkpoint DIR --data FILE");
   ResolvedConfig config = default_config();
   std::string run_dir;
+  std::error_code error;
+  if (std::filesystem::is_directory(args.config, error))
+    return errorf("{} is a directory where eval takes RUN.toml; for a checkpoint or run write --checkpoint {}", args.config,
+                  args.config);
   if (!args.config.empty()) {
     Result<ResolvedConfig> loaded = load_config(args.config, args.overrides);
     if (!loaded) return loaded.status();
     config = loaded.take();
+    LOCKSTEP_RETURN_IF_ERROR(resolve_init(config.values));
     run_dir = config.values.run.dir;
   }
-  std::error_code error;
   std::string source = args.checkpoint;
   if (source.empty() && !run_dir.empty() && std::filesystem::exists(run_dir + "/checkpoints", error)) source = run_dir;
   if (!source.empty()) {
@@ -33,6 +37,7 @@ Result<ResolvedConfig> eval_config(const EvalArgs& args) {
     if (args.config.empty()) {
       config = own.take();
       for (const std::string& o : args.overrides) LOCKSTEP_RETURN_IF_ERROR(apply_override(config, o));
+      LOCKSTEP_RETURN_IF_ERROR(check_config(config));
     } else {
       config.values.model.config.clear();
       config.values.model.tokenizer.clear();
@@ -58,8 +63,10 @@ int eval_command(const EvalArgs& args) {
   use.engine.max_context = c.task.max_prompt_tokens + c.eval.max_new_tokens;
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (!policy) return console.fail(policy.status());
-  Result<std::vector<Prompt>> problems = load_prompts(c.task.eval_file, policy.value()->tokenizer(), c.task, nullptr);
+  TaskCounts counts;
+  Result<std::vector<Prompt>> problems = load_prompts(c.task.eval_file, policy.value()->tokenizer(), c.task, &counts);
   if (!problems) return console.fail(problems.status());
+  console.hooks().say(fmt::format("{}: {}", c.task.eval_file, counts.str()));
   console.hooks().begin();
 
   std::string records;
@@ -75,6 +82,8 @@ int eval_command(const EvalArgs& args) {
     JsonLine line;
     line.add("checkpoint", c.model.init)
         .add("data", c.task.eval_file)
+        .add("problems", report.value().num_problems)
+        .add("samples", report.value().num_samples)
         .add("temperature", c.eval.temperature)
         .add("top_p", c.eval.top_p);
     for (const auto& [name, value] : report.value().values(set)) line.add(name, value);

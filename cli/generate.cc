@@ -19,6 +19,7 @@ int generate_command(const GenerateArgs& args) {
   for (const std::string& o : args.overrides) {
     if (const Status s = apply_override(config.value(), o); !s) return fail(kExitBadInput, s);
   }
+  if (const Status s = check_config(config.value()); !s) return fail(kExitBadInput, s);
   const RunConfig& c = config.value().values;
   std::string text = args.prompt;
   if (text == "-") text.assign(std::istreambuf_iterator<char>(std::cin), {});

@@ -11,15 +11,17 @@
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "io/safetensors.h"
+#include "io/utf8.h"
 #include "model/checkpoint_io.h"
 #include "model/config.h"
 #include "model/weights.h"
+#include "rl/checkpoint.h"
 
 namespace lockstep {
 
 namespace {
 
-void print(const std::string& text) { std::fputs(text.c_str(), stdout); }
+void print(const std::string& text) { std::fputs(without_controls(text).c_str(), stdout); }
 
 std::string format_bytes(uint64_t bytes) {
   const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
@@ -159,7 +161,8 @@ Status inspect_directory(const std::string& given) {
   }
   print("\n");
   for (const std::string& f : files) LOCKSTEP_RETURN_IF_ERROR(print_file(f, false));
-  return print_match(files, table);
+  LOCKSTEP_RETURN_IF_ERROR(print_match(files, table));
+  return check_checkpoint(path);
 }
 
 }  // namespace

@@ -2,8 +2,12 @@
 // flags.
 
 #include <algorithm>
+#include <cerrno>
+#include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <exception>
+#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,6 +17,7 @@
 
 #include "cli/commands.h"
 #include "cli/names.h"
+#include "rl/arithmetic.h"
 
 namespace lockstep {
 
@@ -83,9 +88,10 @@ int run(int argc, char** argv) {
 
   EvalArgs eval;
   CLI::App* e = app.add_subcommand("eval", "pass@k of a checkpoint on a file of problems");
-  e->add_option("RUN.toml", eval.config, "Run whose newest checkpoint and settings are used");
-  e->add_option("--checkpoint", eval.checkpoint, "Checkpoint or run directory");
-  e->add_option("--data", eval.data, "Problems, as JSON lines with prompt and label");
+  e->add_option("RUN.toml", eval.config,
+                "Settings; the weights are the newest checkpoint of run.dir, or model.init before there is one");
+  e->add_option("--checkpoint", eval.checkpoint, "Checkpoint or run directory; without RUN.toml its own settings are used");
+  e->add_option("--data", eval.data, "Problems instead of task.eval_file, as JSON lines with prompt and label");
   e->add_option("--records", eval.records, "Write every sample to this file, as JSON lines");
   e->add_option("--set", eval.overrides, "Override one setting, such as eval.samples=32")->allow_extra_args(false);
   e->add_flag("--json", eval.json, "Print one JSON object");
@@ -95,21 +101,24 @@ int run(int argc, char** argv) {
   CLI::App* g = app.add_subcommand("generate", "Let a checkpoint answer one prompt");
   g->add_option("CHECKPOINT", generate.checkpoint, "Checkpoint or run directory")->required();
   g->add_option("PROMPT", generate.prompt, "The text; - reads it from standard input")->required();
-  g->add_option("--samples", generate.samples, "How many answers")->check(CLI::Range(1, 65536));
+  g->add_option("--samples", generate.samples, "How many answers")->check(CLI::Range(1, 65536))->capture_default_str();
   g->add_option("--set", generate.overrides, "Override one setting, such as eval.temperature=0")->allow_extra_args(false);
   g->add_flag("--json", generate.json, "Print one JSON object an answer, with ids and log-prob");
   g->callback([&] { exit_code = generate_command(generate); });
 
   MakeTaskArgs make_task;
+  const CLI::Range problem_count(int64_t{1}, kMaxArithmeticItems);
   CLI::App* m =
       app.add_subcommand("make-task", "Write an arithmetic task: training and held-out problems, worked examples, tokenizer");
   m->add_option("DIR", make_task.directory, "Where train.jsonl, eval.jsonl, sft.jsonl and the tokenizer go")->required();
-  m->add_option("--seed", make_task.seed, "Other seeds draw other problems");
-  m->add_option("--train", make_task.num_train, "Training problems")->check(CLI::PositiveNumber)->capture_default_str();
-  m->add_option("--eval", make_task.num_eval, "Held-out problems, none of which is in the other files")
-      ->check(CLI::PositiveNumber)
+  m->add_option("--seed", make_task.seed, "Other seeds draw other problems")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 53))
       ->capture_default_str();
-  m->add_option("--sft", make_task.num_sft, "Worked examples")->check(CLI::PositiveNumber)->capture_default_str();
+  m->add_option("--train", make_task.num_train, "Training problems")->check(problem_count)->capture_default_str();
+  m->add_option("--eval", make_task.num_eval, "Held-out problems, none of which is in the other files")
+      ->check(problem_count)
+      ->capture_default_str();
+  m->add_option("--sft", make_task.num_sft, "Worked examples")->check(problem_count)->capture_default_str();
   m->add_option("--difficulty-min", make_task.difficulty_min, "Easiest problems; 1 is mostly one digit")
       ->check(CLI::Range(1, 3))
       ->capture_default_str();
@@ -125,6 +134,12 @@ int run(int argc, char** argv) {
   CLI::App* i = app.add_subcommand("inspect", "What a safetensors file, checkpoint directory or config.json holds");
   i->add_option("PATH", inspected, "The file or directory")->required();
   i->callback([&] { exit_code = inspect_command(inspected); });
+
+  ExportArgs exported;
+  CLI::App* x = app.add_subcommand("export", "Write a checkpoint's weights in released names, for other programs");
+  x->add_option("CHECKPOINT", exported.checkpoint, "Checkpoint or run directory")->required();
+  x->add_option("DIR", exported.directory, "Where config.json, model.safetensors and the tokenizer go")->required();
+  x->callback([&] { exit_code = export_command(exported); });
 
   VerifyArgs verify;
   CLI::App* v = app.add_subcommand("verify", "Compare the model with a reference's tensors");
@@ -145,9 +160,13 @@ int run(int argc, char** argv) {
     if (const std::string unknown = explain_unknown(app, argc, argv); !unknown.empty()) {
       std::fprintf(stderr, "lockstep: %s\n", unknown.c_str());
     } else {
-      app.exit(error);
+      std::fprintf(stderr, "lockstep: %s; --help shows the usage\n", error.what());
     }
     return kExitBadInput;
+  }
+  if (exit_code == kExitOk && (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)) {
+    std::fprintf(stderr, "lockstep: cannot write to standard output: %s\n", std::strerror(errno));
+    return kExitFailure;
   }
   return exit_code;
 }
@@ -163,8 +182,12 @@ int main(int argc, char** argv) {
         stderr);
     return lockstep::kExitFailure;
   }
+  std::signal(SIGXFSZ, SIG_IGN);  // a write over the limit of a file's size fails like one to a full disk, and says so
   try {
     return lockstep::run(argc, argv);
+  } catch (const std::bad_alloc&) {
+    std::fputs("lockstep: out of memory\n", stderr);
+    return lockstep::kExitFailure;
   } catch (const std::exception& e) {
     std::fprintf(stderr, "lockstep: %s\n", e.what());
     return lockstep::kExitFailure;

@@ -1,6 +1,7 @@
 // lockstep make-task DIR: a small task that can be learned on a laptop.
 
 #include <cstdio>
+#include <filesystem>
 #include <span>
 
 #include "cli/arithmetic_task.h"
@@ -36,6 +37,11 @@ Status write_arithmetic_task(const MakeTaskArgs& args) {
 }
 
 int make_task_command(const MakeTaskArgs& args) {
+  std::error_code error;
+  for (const char* name : {"sft.jsonl", "train.jsonl", "eval.jsonl"}) {
+    if (std::filesystem::exists(args.directory + "/" + name, error))
+      return fail(kExitBadInput, errorf("{}/{} exists; name another directory, or remove it", args.directory, name));
+  }
   if (const Status s = write_arithmetic_task(args); !s) return fail(kExitBadInput, s);
   std::printf(
       "%s: %lld worked examples in sft.jsonl, %lld problems in train.jsonl, %lld held out in eval.jsonl; the tokenizer has %d "

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <optional>
 #include <sstream>
 #include <type_traits>
@@ -14,7 +15,10 @@ struct TomlAssertion {};
   do {                                                   \
     if (!(condition)) throw ::lockstep::TomlAssertion(); \
   } while (false)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wterminate"  // in functions that may not throw the assertion ends the process, as any does
 #include <toml++/toml.h>
+#pragma GCC diagnostic pop
 
 #include "cli/names.h"
 #include "io/file.h"
@@ -25,6 +29,11 @@ namespace {
 
 constexpr double kMaxInteger = 9007199254740992.0;  // 2^53: every integer below is a double, so ranges may be doubles
 constexpr double kMaxReal = 1e30;
+constexpr double kMaxSteps = 1e9;         // weights count their versions in 32 bits
+constexpr double kMaxAtOnce = 1e6;        // prompts or samples that are held in memory together
+constexpr double kMaxTokens = 16777216;   // the longest context of a model
+constexpr int64_t kMaxStepSamples = 16777216;
+constexpr float kMinTemperature = 1e-6f;
 
 // clang-format off
 #define FIELD(member) [](RunConfig& c) -> auto& { return c.member; }
@@ -57,12 +66,12 @@ const std::vector<Setting>& rows() {
        "Seeds initial weights, prompt order and sampling. Same config, same seed: same bits."},
       {"run.threads", +FIELD(run.threads), "threads", "0", 0, 1024,
        "CPU threads; 0 means one a core. Results do not depend on it."},
-      {"run.steps", +FIELD(run.steps), "steps", "100", 0, kMaxInteger,
-       "Rollouts (each with its optimizer steps) until the run ends."},
+      {"run.steps", +FIELD(run.steps), "steps", "100", 0, kMaxSteps,
+       "Rollouts (each with its optimizer steps) until the run ends. Raise it to go on with --resume."},
       {"run.checkpoint_every", +FIELD(run.checkpoint_every), "steps", "50", 0, kMaxInteger,
        "Steps between checkpoints; 0 keeps only the one written at the end. Lower it when losing work costs more than the disk."},
       {"run.keep_checkpoints", +FIELD(run.keep_checkpoints), "", "2", 1, kMaxInteger,
-       "Newest checkpoints that are kept; older ones are deleted."},
+       "Newest checkpoints that are kept; older ones are deleted, so copy one that you want to keep."},
       {"run.eval_every", +FIELD(run.eval_every), "steps", "0", 0, kMaxInteger,
        "Steps between evaluations on task.eval_file, step 0 included; 0 evaluates never. Needs task.eval_file."},
       {"run.save_rollouts", +FIELD(run.save_rollouts), "", "true", 0, 0,
@@ -71,7 +80,7 @@ const std::vector<Setting>& rows() {
       {"model.config", +FIELD(model.config), "path", "", 0, 0,
        "The model's config.json. May be empty when model.init is a checkpoint directory that holds one."},
       {"model.init", +FIELD(model.init), "path", "random", 0, 0,
-       "Initial weights: the word random, or a checkpoint directory or safetensors file."},
+       "Initial weights: the word random, a checkpoint directory, a run directory (its newest checkpoint) or a safetensors file."},
       {"model.tokenizer", +FIELD(model.tokenizer), "path", "", 0, 0,
        "A tokenizer_lockstep.json or its directory; the word bytes for one id a byte; empty to take the one beside the checkpoint "
        "or config.json, or bytes if there is none."},
@@ -86,11 +95,11 @@ const std::vector<Setting>& rows() {
        "How a response is judged against its label: math takes the last boxed answer and compares values, exact compares the "
        "trimmed text."},
       {"task.max_prompt_tokens", +FIELD(task.max_prompt_tokens), "tokens", "256", 1, kMaxInteger,
-       "Longer prompts are dropped and counted."},
+       "Longer prompts are dropped and counted. With max_new_tokens it must fit into the model's max_position_embeddings."},
       {"task.max_bad_rows", +FIELD(task.max_bad_rows), "fraction", "0", 0, 1,
        "Share of unreadable data rows that is tolerated; more stop the run at once."},
 
-      {"rollout.prompts_per_step", +FIELD(rollout.prompts_per_step), "prompts", "16", 1, kMaxInteger,
+      {"rollout.prompts_per_step", +FIELD(rollout.prompts_per_step), "prompts", "16", 1, kMaxAtOnce,
        "Prompts (groups) of one step."},
       {"rollout.samples_per_prompt", +FIELD(rollout.samples_per_prompt), "samples", "8", 1, 65536,
        "Samples of each prompt: the group that advantages compare. More give a steadier baseline and cost in proportion."},
@@ -105,9 +114,9 @@ const std::vector<Setting>& rows() {
        "Keep tokens at least this share of the likeliest one's probability; 0 is off. Only off is accepted in training."},
       {"rollout.max_new_tokens", +FIELD(rollout.max_new_tokens), "tokens", "64", 1, kMaxInteger,
        "Longest response; longer ones end as truncated."},
-      {"rollout.max_running", +FIELD(rollout.max_running), "samples", "64", 1, kMaxInteger,
+      {"rollout.max_running", +FIELD(rollout.max_running), "samples", "64", 1, kMaxAtOnce,
        "Samples decoding at once. More is faster until memory or cores are full."},
-      {"rollout.max_batch_tokens", +FIELD(rollout.max_batch_tokens), "tokens", "1024", 1, kMaxInteger,
+      {"rollout.max_batch_tokens", +FIELD(rollout.max_batch_tokens), "tokens", "1024", 1, kMaxTokens,
        "Rows of one forward, prompt chunks included. Raise for long prompts."},
 
       {"train.advantage", choice<FIELD(train.advantage)>(kAdvantageWords), "", "grpo", 0, 0,
@@ -141,13 +150,13 @@ const std::vector<Setting>& rows() {
        "What a response of the full length loses."},
       {"train.steps_per_rollout", +FIELD(train.steps_per_rollout), "steps", "1", 1, kMaxInteger,
        "Optimizer steps on each rollout, each on an equal share of its samples."},
-      {"train.microbatch_tokens", +FIELD(train.microbatch_tokens), "tokens", "4096", 1, kMaxInteger,
+      {"train.microbatch_tokens", +FIELD(train.microbatch_tokens), "tokens", "4096", 1, kMaxTokens,
        "Tokens of one forward and backward; bounds activation memory. Gradients do not depend on it beyond rounding."},
       {"train.recompute", +FIELD(train.recompute), "", "false", 0, 0,
        "Keep only each layer's input and run layers again in backward: less memory, about a third more time."},
 
       {"optimizer.lr", +FIELD(optimizer.lr), "", "0.001", 0, 100,
-       "Learning rate after warm-up. 1e-3 suits tiny models trained from scratch; fine-tuning a large one wants 1e-6."},
+       "Learning rate of train after warm-up. 1e-3 suits tiny models trained from scratch; fine-tuning a large one wants 1e-6."},
       {"optimizer.beta1", +FIELD(optimizer.beta1), "", "0.9", 0, 0.999999, "Decay of the first moment."},
       {"optimizer.beta2", +FIELD(optimizer.beta2), "", "0.98", 0, 0.999999, "Decay of the second moment."},
       {"optimizer.eps", +FIELD(optimizer.eps), "", "1e-08", 1e-30, 1, "Added to the root of the second moment."},
@@ -171,9 +180,10 @@ const std::vector<Setting>& rows() {
 
       {"sft.file", +FIELD(sft.file), "path", "", 0, 0,
        "JSON lines with prompt and completion; the completion and the end token are trained."},
-      {"sft.steps", +FIELD(sft.steps), "steps", "200", 0, kMaxInteger, "Optimizer steps."},
-      {"sft.batch_size", +FIELD(sft.batch_size), "samples", "32", 1, kMaxInteger, "Samples of one step."},
-      {"sft.lr", +FIELD(sft.lr), "", "0.001", 0, 100, "Learning rate; the other optimizer settings are shared with train."},
+      {"sft.steps", +FIELD(sft.steps), "steps", "200", 0, kMaxSteps, "Optimizer steps."},
+      {"sft.batch_size", +FIELD(sft.batch_size), "samples", "32", 1, kMaxAtOnce, "Samples of one step."},
+      {"sft.lr", +FIELD(sft.lr), "", "0.001", 0, 100,
+       "Learning rate of sft. It has its own schedule and warmup_steps too, and shares the rest of [optimizer] with train."},
       {"sft.schedule", choice<FIELD(sft.schedule)>(kScheduleWords), "", "cosine", 0, 0,
        "Learning rate after warm-up; the cosine ends at the last step."},
       {"sft.warmup_steps", +FIELD(sft.warmup_steps), "steps", "20", 0, kMaxInteger, "Optimizer steps of linear warm-up."},
@@ -189,11 +199,11 @@ const std::vector<Setting>& rows() {
       {"eval.seed", +FIELD(eval.seed), "", "0", 0, kMaxInteger,
        "Keys the draws of evaluations: the same weights asked again answer the same."},
 
-      {"demo.train_problems", +FIELD(demo.train_problems), "problems", "4000", 1, kMaxInteger,
+      {"demo.train_problems", +FIELD(demo.train_problems), "problems", "4000", 1, kMaxArithmeticItems,
        "Problems that reinforcement learning asks; only `lockstep demo` reads this section."},
-      {"demo.eval_problems", +FIELD(demo.eval_problems), "problems", "100", 1, kMaxInteger,
+      {"demo.eval_problems", +FIELD(demo.eval_problems), "problems", "100", 1, kMaxArithmeticItems,
        "Held-out problems of the evaluations before and after."},
-      {"demo.sft_examples", +FIELD(demo.sft_examples), "examples", "4000", 1, kMaxInteger,
+      {"demo.sft_examples", +FIELD(demo.sft_examples), "examples", "4000", 1, kMaxArithmeticItems,
        "Worked examples of the supervised warm start."},
       {"demo.difficulty_min", +FIELD(demo.difficulty_min), "", "1", 1, kMaxDifficulty,
        "Easiest problems: 1 is mostly one digit."},
@@ -273,7 +283,9 @@ Status wrong_type(const Setting& s, const Value& v, std::string_view wanted) {
 
 Status check_range(const Setting& s, double v, const Value& given) {
   if (v >= s.min && v <= s.max) return Status::ok();
-  return errorf("{} is {}, expected {}", s.name, describe(given), range_text(s));
+  // Where the table says ">= 0" or "any", what is too large must hear of the limit.
+  return errorf("{} is {}, expected {}", s.name, describe(given),
+                std::abs(v) > kMaxReal || v > s.max ? fmt::format("{} .. {}", s.min, s.max) : range_text(s));
 }
 
 Status assign(const Setting& s, RunConfig& config, const Value& v) {
@@ -308,7 +320,9 @@ Status assign(const Setting& s, RunConfig& config, const Value& v) {
     }
     Status operator()(std::string& (*field)(RunConfig&)) const {
       if (!std::holds_alternative<std::string>(v)) return wrong_type(s, v, "a text in quotes");
-      field(config) = std::get<std::string>(v);
+      const std::string& text = std::get<std::string>(v);
+      if (text.find('\0') != std::string::npos) return wrong_type(s, v, "a text without NUL bytes");
+      field(config) = text;
       return Status::ok();
     }
     Status operator()(const Choice& c) const {
@@ -436,6 +450,9 @@ Status read_table(ResolvedConfig& config, const toml::table& root, std::string_v
     const toml::table* table = node.as_table();
     const auto line = section.source().begin.line;
     if (table == nullptr) {
+      const auto in_section = [&](const Setting& s) { return section_of(s.name) == section.str(); };
+      if (std::any_of(rows().begin(), rows().end(), in_section))
+        return errorf("{}:{}: {} is a section: write [{}], and its keys in the lines below", file, line, section.str(), section.str());
       return errorf("{}:{}: {}", file, line, unknown_key(section.str()));
     }
     for (auto&& [key, value] : *table) {
@@ -502,7 +519,10 @@ Status apply_override(ResolvedConfig& config, std::string_view assignment) {
   const std::string_view name = assignment.substr(0, equals);
   const Setting* s = find_setting(name);
   if (s == nullptr) return errorf("--set {}: {}", assignment, unknown_key(name));
-  if (const Status status = assign(*s, config.values, value_from_text(*s, assignment.substr(equals + 1))); !status) {
+  const std::string_view text = assignment.substr(equals + 1);
+  if (text.size() > 1 && text.starts_with('"') && text.ends_with('"'))
+    return errorf("--set {}: leave out the quotes, the text behind = is taken as it is", assignment);
+  if (const Status status = assign(*s, config.values, value_from_text(*s, text)); !status) {
     return errorf("--set {}: {}", assignment, status.message());
   }
   config.origin.insert_or_assign(std::string(name), fmt::format("--set {}", name));
@@ -523,7 +543,9 @@ namespace {
 
 // "run.toml:7: rollout.top_p is 0.9; WHY"
 Status setting_error(const ResolvedConfig& config, std::string_view name, std::string_view why) {
-  return errorf("{}: {} is {}; {}", config.where(name), name, value_text(*find_setting(name), config.values), why);
+  const std::string value = value_text(*find_setting(name), config.values), where = config.where(name);
+  if (where == "default") return errorf("{} is {} by default; {}", name, value, why);
+  return errorf("{}: {} is {}; {}", where, name, value, why);
 }
 
 Status require_text(const ResolvedConfig& config, std::string_view name, const std::string& value, std::string_view why) {
@@ -537,6 +559,10 @@ Status check_config(const ResolvedConfig& config) {
   if (c.model.config.empty() && c.model.init == "random") {
     return setting_error(config, "model.config",
                          "random weights need a config.json, or name a checkpoint directory in model.init");
+  }
+  for (const auto& [name, temperature] : {std::pair{"rollout.temperature", c.rollout.temperature}, {"eval.temperature", c.eval.temperature}}) {
+    if (temperature > 0 && temperature < kMinTemperature)
+      return setting_error(config, name, fmt::format("logits divided by it overflow; use 0 for greedy, or at least {}", kMinTemperature));
   }
   if (c.train.loss.dual_clip != 0 && c.train.loss.dual_clip <= 1) {
     return setting_error(config, "train.dual_clip", "it must be above 1, or 0 for off");
@@ -573,13 +599,18 @@ Status check_train_config(const ResolvedConfig& config) {
     return setting_error(config, "train.overlong_buffer",
                          fmt::format("it must fit into rollout.max_new_tokens = {}", c.rollout.max_new_tokens));
   }
-  int64_t samples = 0;
-  if (__builtin_mul_overflow(c.rollout.prompts_per_step, c.rollout.samples_per_prompt, &samples)) {
+  const int64_t samples = c.rollout.prompts_per_step * c.rollout.samples_per_prompt;  // within 64 bits by their ranges
+  if (samples > kMaxStepSamples) {
     return setting_error(config, "rollout.prompts_per_step",
-                         fmt::format("with {} samples each a step has too many samples to count", c.rollout.samples_per_prompt));
+                         fmt::format("with {} samples each a step has {} samples, over {}", c.rollout.samples_per_prompt, samples,
+                                     kMaxStepSamples));
   }
   if (samples % c.train.steps_per_rollout != 0) {
     return setting_error(config, "train.steps_per_rollout", fmt::format("it must divide the {} samples of a step", samples));
+  }
+  if (static_cast<double>(c.run.steps) * static_cast<double>(c.train.steps_per_rollout) > kMaxSteps) {
+    return setting_error(config, "train.steps_per_rollout",
+                         fmt::format("with run.steps = {} these are more than {} optimizer steps", c.run.steps, kMaxSteps));
   }
   return Status::ok();
 }

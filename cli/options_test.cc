@@ -32,7 +32,15 @@ TEST(Options, UnknownKeyNamesTheLineAndTheNearestKey) {
 TEST(Options, WrongTypesAndRanges) {
   EXPECT_EQ(read_error("[run]\nsteps = \"many\"\n"), "run.toml:2: run.steps is \"many\", expected an integer");
   EXPECT_EQ(read_error("[run]\nsteps = 1.5\n"), "run.toml:2: run.steps is 1.5, expected an integer");
-  EXPECT_EQ(read_error("[run]\nsteps = -1\n"), "run.toml:2: run.steps is -1, expected >= 0");
+  EXPECT_EQ(read_error("[run]\nsteps = -1\n"), "run.toml:2: run.steps is -1, expected 0 .. 1000000000");
+  EXPECT_EQ(read_error("[run]\nseed = -1\n"), "run.toml:2: run.seed is -1, expected >= 0");
+  EXPECT_EQ(read_error("[run]\nseed = 9223372036854775807\n"),
+            "run.toml:2: run.seed is 9223372036854775807, expected 0 .. 9007199254740992");
+  EXPECT_EQ(read_error("[train]\nentropy_coef = 1e31\n"), "run.toml:2: train.entropy_coef is 1e+31, expected -1e+30 .. 1e+30");
+  EXPECT_EQ(read_error("[train]\nclip_high = inf\n"), "run.toml:2: train.clip_high is inf, expected 0 .. 1e+30");
+  EXPECT_EQ(read_error("[run]\ndir = \"a\\u0000b\"\n").substr(0, 22), "run.toml:2: run.dir is");
+  EXPECT_EQ(read_error("run = 3\n"), "run.toml:1: run is a section: write [run], and its keys in the lines below");
+  EXPECT_EQ(read_error("[[run]]\ndir = \"x\"\n").substr(0, 30), "run.toml:1: run is a section: ");
   EXPECT_EQ(read_error("[run]\nsave_rollouts = 1\n"), "run.toml:2: run.save_rollouts is 1, expected true or false");
   EXPECT_EQ(read_error("[run]\ndir = 3\n"), "run.toml:2: run.dir is 3, expected a text in quotes");
   EXPECT_EQ(read_error("[rollout]\ntop_p = 1.5\n"), "run.toml:2: rollout.top_p is 1.5, expected 1e-06 .. 1");
@@ -92,6 +100,8 @@ TEST(Options, Overrides) {
   EXPECT_EQ(apply_override(config, "optimizer.lr").message(), "--set optimizer.lr: expected section.key=value");
   EXPECT_EQ(apply_override(config, "optimiser.lr=1").message(),
             "--set optimiser.lr=1: optimiser.lr is not a known key; did you mean optimizer.lr?");
+  EXPECT_EQ(apply_override(config, "run.dir=\"x\"").message(),
+            "--set run.dir=\"x\": leave out the quotes, the text behind = is taken as it is");
   EXPECT_EQ(apply_override(config, "run.steps=12x").message(), "--set run.steps=12x: run.steps is \"12x\", expected an integer");
   EXPECT_EQ(apply_override(config, "run.steps=99999999999999999999").message(),
             "--set run.steps=99999999999999999999: run.steps is 1e+20, expected an integer");
@@ -170,6 +180,9 @@ TEST(Options, SettingsThatContradictEachOther) {
     return general ? check_train_config(config).message() : general.message();
   };
   EXPECT_FALSE(error("rollout.temperature=0").empty());
+  EXPECT_FALSE(error("rollout.temperature=1e-40").empty());
+  EXPECT_FALSE(error("eval.temperature=1e-7").empty());
+  EXPECT_TRUE(error("eval.temperature=0").empty());
   EXPECT_FALSE(error("rollout.samples_per_prompt=1").empty());
   EXPECT_FALSE(error("train.steps_per_rollout=3").empty());  // of 16 * 8 samples
   EXPECT_TRUE(error("train.steps_per_rollout=4").empty());
@@ -178,11 +191,26 @@ TEST(Options, SettingsThatContradictEachOther) {
   EXPECT_FALSE(error("train.aggregation=seq_mean_token_sum_norm").empty());
   EXPECT_FALSE(error("run.eval_every=5").empty());
   EXPECT_FALSE(error("model.config=").empty());
+  EXPECT_TRUE(check_config(default_config()).message().starts_with("model.config is \"\" by default; random weights need"))
+      << check_config(default_config()).message();
 
-  ResolvedConfig config = trainable();  // 2^53 * 2^16 samples
-  ASSERT_TRUE(apply_override(config, "rollout.prompts_per_step=9007199254740992").is_ok());
+  ResolvedConfig config = trainable();
+  ASSERT_TRUE(apply_override(config, "rollout.prompts_per_step=1000000").is_ok());
   ASSERT_TRUE(apply_override(config, "rollout.samples_per_prompt=65536").is_ok());
-  EXPECT_NE(check_train_config(config).message().find("too many samples"), std::string::npos);
+  EXPECT_NE(check_train_config(config).message().find("a step has 65536000000 samples, over"), std::string::npos);
+
+  config = trainable();
+  ASSERT_TRUE(apply_override(config, "run.steps=1000000000").is_ok());
+  EXPECT_TRUE(check_train_config(config).is_ok());
+  ASSERT_TRUE(apply_override(config, "train.steps_per_rollout=4").is_ok());
+  EXPECT_NE(check_train_config(config).message().find("more than 1000000000 optimizer steps"), std::string::npos);
+}
+
+TEST(Options, TheExampleRunFileIsReady) {
+  const Result<ResolvedConfig> config = load_config(LOCKSTEP_SOURCE_DIR "/configs/example.toml", {});
+  ASSERT_TRUE(config.is_ok()) << config.message();
+  for (const Status& s : {check_sft_config(config.value()), check_train_config(config.value()), check_eval_config(config.value())})
+    EXPECT_TRUE(s.is_ok()) << s.message();
 }
 
 TEST(Options, NearestName) {

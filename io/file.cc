@@ -19,6 +19,8 @@ namespace {
 // Collects small writes; a tensor goes to the file directly.
 constexpr size_t kBufferBytes = 1 << 16;
 constexpr std::string_view kTemporaryMark = ".tmp-";
+// A pipe gives what its writer has; a device may give for ever.
+constexpr size_t kMaxStreamBytes = size_t{256} << 20;
 
 // open(2), restarted when a signal interrupts it.
 FileDescriptor open_file(const std::string& path, int flags) {
@@ -73,6 +75,8 @@ Result<std::string> read_file(const std::string& path) {
     if (n < 0) return errno_status("cannot read", path, errno);
     if (n == 0) break;
     used += static_cast<size_t>(n);
+    if (!S_ISREG(info.st_mode) && used > kMaxStreamBytes)
+      return errorf("cannot read {}: it is not a regular file and gives more than {} bytes", path, kMaxStreamBytes);
   }
   text.resize(used);
   return text;

@@ -39,7 +39,7 @@ class FileDescriptor {
 // Writes every byte, resuming after short writes. `path` is for the error alone.
 Status write_fully(int fd, std::string_view bytes, const std::string& path);
 
-// The whole of a regular file (or of a pipe, up to its end).
+// The whole of a regular file (or of a pipe, up to its end, which must come within 256 MiB).
 Result<std::string> read_file(const std::string& path);
 
 // A file mapped read-only. Views into it must not outlive it; moving it does not move the bytes. A file that another

@@ -34,6 +34,10 @@ TEST(File, FilesWhoseSizeIsNotKnownAreReadToTheirEnd) {
   EXPECT_NE(status.value().find("Pid:"), std::string::npos);
 }
 
+TEST(File, DevicesThatNeverEndAreGivenUp) {
+  EXPECT_TRUE(fails_with(read_file("/dev/zero"), "cannot read /dev/zero: it is not a regular file and gives more than"));
+}
+
 TEST(File, MissingFileAndDirectoryAreNamed) {
   TemporaryDirectory d;
   EXPECT_TRUE(fails_with(read_file(d.file("none")), "cannot open " + d.file("none") + ": No such file or directory"));

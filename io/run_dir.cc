@@ -23,6 +23,7 @@ namespace {
 constexpr const char* kLockFile = "run.lock";
 constexpr const char* kMarker = "COMPLETE";
 constexpr const char* kRollouts = "rollouts";
+constexpr const char* kEvals = "evals";  // whoever evaluates writes there
 constexpr const char* kCheckpoints = "checkpoints";
 
 // The names in a directory, sorted; none if it does not exist.
@@ -158,7 +159,7 @@ Result<RunDir> RunDir::open(const std::string& path, Mode mode) {
   }
   for (const char* name : {kRollouts, kCheckpoints}) LOCKSTEP_RETURN_IF_ERROR(make_directories(path + "/" + name));
   LOCKSTEP_RETURN_IF_ERROR(remove_temporaries(path));
-  LOCKSTEP_RETURN_IF_ERROR(remove_temporaries(path + "/" + kRollouts));
+  for (const char* name : {kRollouts, kEvals}) LOCKSTEP_RETURN_IF_ERROR(remove_temporaries(path + "/" + name));
   RunDir run(path, lock.take());
   LOCKSTEP_RETURN_IF_ERROR(run.open_metrics());
   LOCKSTEP_RETURN_IF_ERROR(sync_directory(path));
@@ -234,6 +235,7 @@ Result<RunDir::Truncation> RunDir::truncate_after(int64_t step) {
       ++result.metrics_dropped;
     } else {
       ++result.metrics_kept;
+      result.last_metrics_step = *line_step;
       kept += line;
       kept += '\n';
     }
@@ -243,13 +245,16 @@ Result<RunDir::Truncation> RunDir::truncate_after(int64_t step) {
     LOCKSTEP_RETURN_IF_ERROR(open_metrics());  // the open descriptor is the old file's
   }
 
-  Result<std::vector<std::string>> rollouts = list_directory(path_ + "/" + kRollouts);
-  if (!rollouts) return rollouts.status();
-  for (const std::string& name : rollouts.value()) {
-    const std::optional<int64_t> file_step = parse_step(name, ".jsonl");
-    if (!file_step || *file_step <= step) continue;
-    LOCKSTEP_RETURN_IF_ERROR(remove_tree(path_ + "/" + kRollouts + "/" + name));
-    ++result.rollouts_dropped;
+  const std::pair<const char*, int64_t*> folders[] = {{kRollouts, &result.rollouts_dropped}, {kEvals, &result.evals_dropped}};
+  for (const auto& [folder, dropped] : folders) {
+    Result<std::vector<std::string>> names = list_directory(path_ + "/" + folder);
+    if (!names) return names.status();
+    for (const std::string& name : names.value()) {
+      const std::optional<int64_t> file_step = parse_step(name, ".jsonl");
+      if (!file_step || *file_step <= step) continue;
+      LOCKSTEP_RETURN_IF_ERROR(remove_tree(path_ + "/" + folder + "/" + name));
+      ++*dropped;
+    }
   }
 
   Result<std::vector<std::string>> checkpoints = list_directory(path_ + "/" + kCheckpoints);

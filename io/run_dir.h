@@ -64,12 +64,13 @@ class RunDir {
   Result<std::string> begin_checkpoint(int64_t step);
   Status finish_checkpoint(int64_t step);
 
-  // Drops metrics lines and rollouts of later steps, and incomplete checkpoints. -1 drops all of them. Lines that are cut
+  // Drops metrics lines, rollouts and evaluations of later steps, and incomplete checkpoints. -1 drops all of them. Lines that are cut
   // off or unreadable (a crash can leave both) go too. Refuses while a complete checkpoint of a later step stands: after
   // that the run would jump.
   struct Truncation {
     int64_t metrics_kept = 0, metrics_dropped = 0, metrics_unreadable = 0;
-    int64_t rollouts_dropped = 0, checkpoints_dropped = 0;
+    int64_t rollouts_dropped = 0, evals_dropped = 0, checkpoints_dropped = 0;
+    int64_t last_metrics_step = -1;  // of the lines that were kept
   };
   Result<Truncation> truncate_after(int64_t step);
 

@@ -81,4 +81,18 @@ std::string in_quotes(std::string_view s, size_t max_bytes) {
   return out;
 }
 
+std::string without_controls(std::string_view s) {
+  std::string out;
+  out.reserve(s.size());
+  for (const char c : s) {
+    const uint8_t b = static_cast<uint8_t>(c);
+    if ((b < 0x20 && c != '\n' && c != '\t') || b == 0x7F) {
+      out += fmt::format("\\x{:02x}", b);
+    } else {
+      out += c;
+    }
+  }
+  return out;
+}
+
 }  // namespace lockstep

@@ -19,4 +19,7 @@ std::string replace_invalid_utf8(std::string_view s);
 // For messages: quoted, control and broken bytes as \xNN, cut with "..." after max_bytes.
 std::string in_quotes(std::string_view s, size_t max_bytes = 80);
 
+// For terminals: control bytes other than newline and tab as \xNN. A NUL would end the text early, an escape could do anything.
+std::string without_controls(std::string_view s);
+
 }  // namespace lockstep

@@ -59,5 +59,10 @@ TEST(Utf8, QuotedShowsControlBytesAndCuts) {
   EXPECT_EQ(in_quotes("abcdef", 3), "\"abc\"...");
 }
 
+TEST(Utf8, ControlBytesAreShownToTerminals) {
+  EXPECT_EQ(without_controls(std::string_view("a\0b\x1b[2J\x7f", 8)), "a\\x00b\\x1b[2J\\x7f");
+  EXPECT_EQ(without_controls("a\n\tb\u00E9\xFF"), "a\n\tb\u00E9\xFF");
+}
+
 }  // namespace
 }  // namespace lockstep

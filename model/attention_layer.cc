@@ -1,5 +1,6 @@
 #include "model/attention_layer.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "model/linear.h"
@@ -129,7 +130,8 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
                        m.norm_eps, entries, seq);
   }
   if (l.attention == AttentionKind::csa) {
-    saved.selected = keep.tensor(DType::i32, {T, m.index_topk}, "attn.selected");
+    const int64_t k = std::min(m.index_topk, m.max_positions / l.ratio + 1);  // no row sees more entries
+    saved.selected = keep.tensor(DType::i32, {T, k}, "attn.selected");
     select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected);
     probe("attn.selected", saved.selected);
   }

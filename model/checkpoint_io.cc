@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <set>
@@ -132,11 +133,14 @@ class Loader {
     }
     if (piece.gate_up_half < 0) {
       convert_rows(to, bytes, dtype);
-      return Status::ok();
+    } else {
+      const size_t half = static_cast<size_t>(spec.shape[1] * spec.shape[2]) * dtype_bytes(dtype);
+      for (int64_t x = 0; x < spec.shape[0]; ++x)
+        convert_rows(to.at(x), bytes + (2 * static_cast<size_t>(x) + static_cast<size_t>(piece.gate_up_half)) * half, dtype);
     }
-    const size_t half = static_cast<size_t>(spec.shape[1] * spec.shape[2]) * dtype_bytes(dtype);
-    for (int64_t x = 0; x < spec.shape[0]; ++x)
-      convert_rows(to.at(x), bytes + (2 * static_cast<size_t>(x) + static_cast<size_t>(piece.gate_up_half)) * half, dtype);
+    const float *begin = to.ptr<float>(), *end = begin + to.shape.elements();
+    if (const float* bad = std::find_if(begin, end, [](float v) { return !std::isfinite(v); }); bad != end)
+      return errorf("{}: tensor {} holds {}, which no computation can recover from; the checkpoint is damaged or its training diverged", file.path(), e.name, *bad);
     return Status::ok();
   }
 

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
+#include <limits>
+#include <utility>
 
 #include "ops/testing.h"
 
@@ -118,9 +120,9 @@ TEST_F(CheckpointIo, StackedTransformersExpertsAreSplit) {
 TEST_F(CheckpointIo, WrongFilesAreRefusedByName) {
   Masters a(config), b(config);
   initialize_masters(config, a.table, a.set, 13);
-  const auto write = [&](const std::function<void(SafetensorsWriter&, std::string, ConstTensorView)>& put) {
+  const auto write = [&](const std::function<void(SafetensorsWriter&, const std::string&, ConstTensorView)>& put) {
     SafetensorsWriter writer;
-    for_each_released(a.table, a.set, [&](std::string name, ConstTensorView v) { put(writer, std::move(name), v); });
+    for_each_released(a.table, a.set, [&](const std::string& name, ConstTensorView v) { put(writer, name, v); });
     ASSERT_TRUE(writer.write(dir + "/model.safetensors"));
   };
   const auto expect_refused = [&](const std::string& message) {
@@ -128,24 +130,31 @@ TEST_F(CheckpointIo, WrongFilesAreRefusedByName) {
     ASSERT_FALSE(s);
     EXPECT_NE(s.message().find(message), std::string::npos) << s.message();
   };
-  write([](SafetensorsWriter& w, std::string name, ConstTensorView v) {
+  write([](SafetensorsWriter& w, const std::string& name, ConstTensorView v) {
     if (name != "layers.1.ffn.experts.2.w3.weight") w.add(name, v);
   });
   expect_refused("layers.1.ffn.experts.*.w3.weight (expert 2)");
-  write([](SafetensorsWriter& w, std::string name, ConstTensorView v) {
+  write([](SafetensorsWriter& w, const std::string& name, ConstTensorView v) {
     w.add(name, v);
     if (name == "norm.weight") w.add("surplus.weight", v);
   });
   expect_refused("surplus.weight");
-  write([](SafetensorsWriter& w, std::string name, ConstTensorView v) {
+  write([](SafetensorsWriter& w, const std::string& name, ConstTensorView v) {
     w.add(name, v);
     if (name == "norm.weight") w.add("model.norm.weight", v);
   });
   expect_refused("a second time");
-  write([](SafetensorsWriter& w, std::string name, ConstTensorView v) { w.add(name, name == "norm.weight" ? v.slice(0, 8) : v); });
+  write([](SafetensorsWriter& w, const std::string& name, ConstTensorView v) { w.add(name, name == "norm.weight" ? v.slice(0, 8) : v); });
   expect_refused("norm.weight has shape [8], the config asks for [16]");
+  float& weight = a.set.views[0].ptr<float>()[7];
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+    const float good = std::exchange(weight, bad);
+    write([](SafetensorsWriter& w, const std::string& name, ConstTensorView v) { w.add(name, v); });
+    expect_refused(fmt::format("tensor embed.weight holds {}", bad));
+    weight = good;
+  }
   a.set.views[static_cast<size_t>(std::find_if(a.table.begin(), a.table.end(), [](const auto& t) { return t.role == TensorRole::hash_table; })->id)].ptr<int32_t>()[3] = 3;
-  write([](SafetensorsWriter& w, std::string name, ConstTensorView v) { w.add(name, v); });
+  write([](SafetensorsWriter& w, const std::string& name, ConstTensorView v) { w.add(name, v); });
   expect_refused("names expert 3 at element 3, expected 0 to 2");
   std::filesystem::remove(dir + "/model.safetensors");
   expect_refused("holds no .safetensors file");

@@ -7,7 +7,7 @@
 namespace lockstep {
 namespace {
 
-// A legal released-form config without one member and with `extra` members behind the others; of equal names the last counts.
+// A legal released-form config without one member and with `extra` members, which take the place of those of the same name.
 std::string released(const std::string& without = "", const std::string& extra = "") {
   const std::pair<const char*, const char*> members[] = {
       {"model_type", "\"deepseek_v4\""}, {"vocab_size", "96"},       {"hidden_size", "64"},          {"num_hidden_layers", "4"},
@@ -18,7 +18,7 @@ std::string released(const std::string& without = "", const std::string& extra =
       {"rope_scaling", R"({"type": "yarn", "factor": 16, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1})"}};
   std::string json;
   for (const auto& [name, value] : members)
-    if (name != without) json += fmt::format("{}\"{}\": {}", json.empty() ? "" : ", ", name, value);
+    if (name != without && extra.find(fmt::format("\"{}\":", name)) == std::string::npos) json += fmt::format("{}\"{}\": {}", json.empty() ? "" : ", ", name, value);
   return "{" + json + (extra.empty() ? "" : ", " + extra) + "}";
 }
 
@@ -77,7 +77,12 @@ struct Bad {
 TEST(ModelConfig, EveryImpossibleValueIsNamed) {
   const Bad cases[] = {
       {"", "not valid JSON"},
+      {"{\n\"vocab_size\": 5,,", "not valid JSON: line 2, column 17"},
       {"[1]", "expected a JSON object"},
+      {released("", "\"hc_mult\": 4, \"hc_mult\": 4"), "the key \"hc_mult\" stands twice"},
+      {released("rope_scaling", "\"rope_parameters\": 5"), "rope_parameters is 5, expected an object"},
+      {released("rope_scaling", "\"rope_scaling\": [2]"), "rope_scaling is a list, expected an object"},
+      {released("", "\"swiglu_limit\": -1"), "swiglu_limit is -1, expected a positive number, or 0"},
       {released("hidden_size"), "hidden_size is missing"},
       {released("hidden_size", "\"hidden_size\": \"64\""), "hidden_size is \"64\", expected a number"},
       {released("hidden_size", "\"hidden_size\": 64.5"), "hidden_size is 64.5, expected an integer"},

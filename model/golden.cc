@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "io/safetensors.h"
 #include "model/checkpoint_io.h"
@@ -31,6 +32,7 @@ Result<std::vector<double>> read_reals(const SafetensorsFile& file, const std::s
       std::memcpy(&f, bytes.data() + i * 4, 4);
       out[i] = f;
     }
+    if (!std::isfinite(out[i])) return errorf("{}: tensor {} holds {} at element {}; nothing can be compared with that", file.path(), name, out[i], i);
   }
   return out;
 }
@@ -45,7 +47,7 @@ bool all_zero(ConstTensorView v) {
 }
 
 void keep_max(double& worst, double value) {
-  if (!(value <= worst)) worst = value;  // a NaN stays
+  if (!(value <= worst) && !std::isnan(worst)) worst = value;  // a NaN stays
 }
 
 double max_abs(ConstTensorView v, const std::vector<double>& want) {
@@ -66,6 +68,13 @@ class GoldenModel {
     if (it == file.value().metadata().end()) return errorf("{}: metadata key config is missing; is this a golden file?", path);
     Result<ModelConfig> config = parse_model_config(it->second, path + ": config");
     if (!config) return config.status();
+    // Before memory is reserved for them: weights of at least two bytes each that are not in the file need not be asked for.
+    int64_t elements = 0;
+    uint64_t bytes_of_file = 0;
+    for (const TensorSpec& t : tensor_table(config.value())) elements += t.shape.elements();
+    for (const SafetensorsEntry& e : file.value().tensors()) bytes_of_file += e.bytes();
+    if (static_cast<uint64_t>(elements) > bytes_of_file / 2)
+      return errorf("{}: config describes a model of {} weights, the file has {} bytes", path, elements, bytes_of_file);
     const SafetensorsEntry* ids = file.value().find("input_ids");
     if (ids == nullptr || ids->dtype != "I64" || ids->shape.size() != 2 || ids->shape[0] < 1 || ids->shape[1] < 1)
       return errorf("{}: input_ids must be I64 [B, S] with B, S >= 1", path);
@@ -182,7 +191,9 @@ Status compare_gradients(Context& c, GoldenModel& g, const Gradients& gradients,
   if (!report.has_gradients) return Status::ok();
   for (size_t i = 0; i < seen.size(); ++i)
     if (!seen[i] && !gradients.set.views[i].empty() && !all_zero(gradients.set.views[i])) report.grad_unexpected.push_back(gradients.table[i].name + " (ours alone)");
-  std::sort(report.gradients.begin(), report.gradients.end(), [](const auto& a, const auto& b) { return a.relative_l2 > b.relative_l2; });
+  // A NaN is the worst of all.
+  const auto badness = [](const GoldenGradient& g) { return std::isnan(g.relative_l2) ? std::numeric_limits<double>::infinity() : g.relative_l2; };
+  std::sort(report.gradients.begin(), report.gradients.end(), [&](const auto& a, const auto& b) { return badness(a) > badness(b); });
   return Status::ok();
 }
 
@@ -292,7 +303,12 @@ std::string golden_failures(const GoldenReport& r, Numerics numerics, const Gold
     within("hidden_max_abs", r.has_hidden, r.hidden_max_abs_all, limits.hidden);
     within("grad_rel_l2_max", r.has_gradients, r.grad_rel_l2_max, limits.gradient);
   }
-  if (!std::isfinite(r.logits_max_abs) || !std::isfinite(r.grad_rel_l2_max)) failed.push_back("a result is not finite");
+  for (const double value : {r.logits_max_abs, r.logprob_max_abs, r.hidden_max_abs_all, r.grad_rel_l2_max, r.decode_logits_max_abs})
+    if (!std::isfinite(value)) {
+      failed.push_back("a result is not finite");
+      break;
+    }
+  if (!r.has_logits && !r.has_logprobs && !r.has_hidden && !r.has_gradients) failed.push_back("the file holds no reference to compare with");
   if (!r.grad_unexpected.empty()) failed.push_back(fmt::format("{} gradients do not match the file's list, first {}", r.grad_unexpected.size(), r.grad_unexpected.front()));
   if (!r.decode_bit_equal) failed.push_back("decode differs from the packed forward");
   std::string text;

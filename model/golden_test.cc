@@ -5,9 +5,10 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <limits>
 
 #include "io/safetensors.h"
 
@@ -47,39 +48,100 @@ TEST_P(Golden, Bf16DecodesBitEqualAndStaysNear) {
 INSTANTIATE_TEST_SUITE_P(Cases, Golden, ::testing::Values("swa_score", "csa_hash", "hca_yarn", "hybrid", "clamp", "two_streams", "one_stream", "odd_widths", "short"),
                          [](const auto& info) { return std::string(info.param); });
 
-// A copy of a golden file with one f32 weight changed by a factor: every comparison must notice.
-TEST(GoldenControl, OneWrongWeightFails) {
-  const std::string source = kGoldenDir + "hybrid.safetensors", copy = ::testing::TempDir() + "lockstep_golden_control.safetensors";
-  std::filesystem::copy_file(source, copy, std::filesystem::copy_options::overwrite_existing);
-  uint64_t offset = 0;
-  {
-    auto file = SafetensorsFile::open(source);
-    ASSERT_TRUE(file) << file.message();
-    const SafetensorsEntry* e = file.value().find("weight.model.layers.2.self_attn.compressor.kv_proj.weight");
-    ASSERT_NE(e, nullptr);
-    std::ifstream in(source, std::ios::binary);
+// A copy of a golden file in which the first number of one tensor is changed.
+class Control {
+ public:
+  Control(const std::string& source, const std::string& tensor)
+      : path(::testing::TempDir() + "lockstep_golden_control.safetensors") {
+    std::filesystem::copy_file(source, path, std::filesystem::copy_options::overwrite_existing);
+    const auto file = SafetensorsFile::open(source);
+    CHECK(file.is_ok() && file.value().find(tensor) != nullptr, "{} in {}", tensor, source);
+    io_.open(path, std::ios::in | std::ios::out | std::ios::binary);
     uint64_t header = 0;
-    in.read(reinterpret_cast<char*>(&header), 8);
-    offset = 8 + header + e->begin;
+    io_.read(reinterpret_cast<char*>(&header), 8);
+    offset_ = static_cast<std::streamoff>(8 + header + file.value().find(tensor)->begin);
   }
-  std::fstream io(copy, std::ios::in | std::ios::out | std::ios::binary);
-  float value = 0;
-  io.seekg(static_cast<std::streamoff>(offset));
-  io.read(reinterpret_cast<char*>(&value), 4);
-  value = value * 1.5f + 0.01f;
-  io.seekp(static_cast<std::streamoff>(offset));
-  io.write(reinterpret_cast<const char*>(&value), 4);
-  io.close();
+  ~Control() { std::filesystem::remove(path); }
+  template <typename T>
+  void change(const std::function<T(T)>& f) {
+    T value{};
+    io_.seekg(offset_);
+    io_.read(reinterpret_cast<char*>(&value), sizeof value);
+    value = f(value);
+    io_.seekp(offset_);
+    io_.write(reinterpret_cast<const char*>(&value), sizeof value);
+    io_.flush();
+  }
+  const std::string path;
+
+ private:
+  std::fstream io_;
+  std::streamoff offset_ = 0;
+};
+
+// Every comparison must notice one wrong weight.
+TEST(GoldenControl, OneWrongWeightFails) {
+  Control control(kGoldenDir + "hybrid.safetensors", "weight.model.layers.2.self_attn.compressor.kv_proj.weight");
+  control.change<float>([](float v) { return v * 1.5f + 0.01f; });
   CpuContext c(1);
-  const auto r = verify_golden(c, copy, Numerics::f32);
+  const auto r = verify_golden(c, control.path, Numerics::f32);
   ASSERT_TRUE(r) << r.message();
   const std::string failures = golden_failures(r.value(), Numerics::f32, {});
   for (const char* what : {"logits_max_abs", "logprob_max_abs", "hidden_max_abs", "grad_rel_l2_max"}) EXPECT_NE(failures.find(what), std::string::npos) << failures;
-  std::filesystem::remove(copy);
+}
+
+// Every comparison must notice one wrong number of the reference, and none may pass over what is no number.
+TEST(GoldenControl, OneWrongReferenceFails) {
+  CpuContext c(1);
+  const std::string source = kGoldenDir + "short.safetensors";
+  const std::string grad = "grad.model.norm.weight";
+  const std::pair<std::string, const char*> cases[] = {{"logits.f64", "logits_max_abs"}, {"logprob.f64", "logprob_max_abs"}};
+  for (const auto& [tensor, what] : cases) {
+    Control control(source, tensor);
+    control.change<double>([](double v) { return v + 0.01; });
+    const auto r = verify_golden(c, control.path, Numerics::f32);
+    ASSERT_TRUE(r) << r.message();
+    EXPECT_NE(golden_failures(r.value(), Numerics::f32, {}).find(what), std::string::npos) << tensor;
+    control.change<double>([](double) { return std::numeric_limits<double>::quiet_NaN(); });
+    const auto nan = verify_golden(c, control.path, Numerics::f32);
+    ASSERT_FALSE(nan) << tensor;
+    EXPECT_NE(nan.message().find("tensor " + tensor + " holds nan at element 0"), std::string::npos) << nan.message();
+  }
+  for (const std::string& tensor : {std::string("hidden.0"), std::string("hidden.2"), grad}) {
+    Control control(source, tensor);
+    control.change<float>([](float) { return std::numeric_limits<float>::infinity(); });
+    EXPECT_FALSE(verify_golden(c, control.path, Numerics::f32)) << tensor;
+  }
+}
+
+// A NaN of ours must not be forgotten when the numbers after it are fine, and nothing compared is nothing verified.
+TEST(GoldenControl, FailuresCountWhatIsNotFiniteAndWhatIsAbsent) {
+  GoldenReport r;
+  r.decode_bit_equal = true;
+  EXPECT_NE(golden_failures(r, Numerics::bf16, {}).find("no reference"), std::string::npos);
+  r.has_logprobs = true;
+  EXPECT_EQ(golden_failures(r, Numerics::bf16, {}), "");
+  r.logprob_max_abs = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_NE(golden_failures(r, Numerics::bf16, {}).find("not finite"), std::string::npos);
 }
 
 TEST(GoldenControl, NotAGoldenFileIsAnError) {
   CpuContext c(1);
+  const auto source = SafetensorsFile::open(kGoldenDir + "short.safetensors");
+  ASSERT_TRUE(source) << source.message();
+  std::string config = source.value().metadata().at("config");
+  const std::string key = "\"hidden_size\": ";
+  config.insert(config.find(key) + key.size(), "9999");
+  SafetensorsWriter writer;
+  const std::vector<int64_t> ids(4, 1);
+  writer.add("input_ids", ConstTensorView(ids.data(), DType::i64, {2, 2}));
+  writer.add_metadata("config", config);
+  const std::string path = ::testing::TempDir() + "lockstep_golden_large.safetensors";
+  ASSERT_TRUE(writer.write(path));
+  const auto large = verify_golden(c, path, Numerics::f32);
+  std::filesystem::remove(path);
+  ASSERT_FALSE(large);
+  EXPECT_NE(large.message().find("config describes a model of"), std::string::npos) << large.message();
   EXPECT_FALSE(verify_golden(c, "/nonexistent.safetensors", Numerics::f32));
 }
 

@@ -38,6 +38,7 @@ inline constexpr std::string_view kArithmeticAlphabet = "%()*+,-0123456789:;=\\a
 inline constexpr size_t kMaxArithmeticPrompt = 17;    // bytes
 inline constexpr size_t kMaxArithmeticSolution = 52;  // bytes
 inline constexpr int kMaxDifficulty = 3;
+inline constexpr int64_t kMaxArithmeticItems = 1'000'000;  // of one file; they are made in memory
 inline constexpr uint64_t kHeldOutOneIn = 8;
 
 struct ArithmeticOptions {

@@ -19,13 +19,18 @@ struct RunState {
   std::string kind;  // "train" or "sft"
   int64_t step = 0;  // steps done
   int64_t seed = 0;
-  int64_t num_rows = 0;  // of the data file: a resumed run must see the same one
+  int64_t num_rows = 0;  // of the data file: a resumed run must see the same ones
+  std::string rows;      // their fingerprint
   OrderCursor cursor;
   bool operator==(const RunState&) const = default;
 };
 
 std::string run_state_json(const RunState& state);
 Result<RunState> parse_run_state(std::string_view json, const std::string& file);
+
+// What weights are taken from must be what was written. Ok for a directory without checksums.json, which no run of ours wrote, and
+// for files that it does not list. The optimizer's state is passed over: only a resumed run reads it, and checks it then.
+Status check_checkpoint(const std::string& directory);
 
 // Writes the checkpoint of state.step, then deletes all but the newest `keep`. Fine if it exists already.
 Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const std::string& resolved, int64_t keep);

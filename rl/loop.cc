@@ -13,6 +13,7 @@
 #include "rl/loop.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -127,17 +128,18 @@ Status Loop::open(bool resume) {
   TaskCounts counts;
   Result<std::vector<Prompt>> prompts = load_prompts(c.task.train_file, policy_->tokenizer(), c.task, &counts);
   if (!prompts) return prompts.status();
+  const std::string rows = fingerprint(prompts.value());
   task_ = std::make_unique<Task>(prompts.take(), static_cast<uint64_t>(c.run.seed));
-  hooks_.say(fmt::format("{}: {} prompts; {} bad rows, {} overlong and dropped, {} duplicates", c.task.train_file, counts.rows,
-                         counts.bad_rows, counts.overlong_prompts, counts.duplicate_prompts));
+  hooks_.say(fmt::format("{}: {}", c.task.train_file, counts.str()));
   if (evaluates) {
-    Result<std::vector<Prompt>> problems = load_prompts(c.task.eval_file, policy_->tokenizer(), c.task, nullptr);
+    Result<std::vector<Prompt>> problems = load_prompts(c.task.eval_file, policy_->tokenizer(), c.task, &counts);
     if (!problems) return problems.status();
+    hooks_.say(fmt::format("{}: {}", c.task.eval_file, counts.str()));
     eval_problems_ = problems.take();
     eval_name_ = std::filesystem::path(c.task.eval_file).stem().string();
   }
 
-  state_ = {.kind = "train", .step = 0, .seed = c.run.seed, .num_rows = task_->num_prompts(), .cursor = {}};
+  state_ = {.kind = "train", .step = 0, .seed = c.run.seed, .num_rows = task_->num_prompts(), .rows = rows, .cursor = {}};
   Result<RunDir> dir = open_run(c.run.dir, resume, c.resolved, *policy_, state_, hooks_);
   if (!dir) return dir.status();
   dir_ = std::make_unique<RunDir>(dir.take());
@@ -145,7 +147,7 @@ Status Loop::open(bool resume) {
   LOCKSTEP_RETURN_IF_ERROR(make_directories(dir_->path() + "/evals"));
   // Times are kept apart from metrics.jsonl, whose bytes do not depend on the machine.
   timing_.open(dir_->path() + "/timing.jsonl", std::ios::app);
-  if (!timing_) return errorf("cannot open {}/timing.jsonl", dir_->path());
+  if (!timing_) return errno_status("cannot open", dir_->path() + "/timing.jsonl", errno);
   report_.first_step = report_.last_step = state_.step;
   hooks_.say(fmt::format("{} threads, {} numerics; {}", policy_->context().num_threads(), numerics_name(c.model.numerics),
                          policy_->memory_report()));
@@ -274,7 +276,10 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
       samples.push_back(std::move(s));
     }
   }
-  if (samples.empty()) return errorf("step {}: no sample can be trained on", state_.step + 1);
+  if (samples.empty()) {
+    return errorf("step {}: none of the samples can be trained on; the first: {}", state_.step + 1,
+                  groups.front().trajectories.front().failure);
+  }
 
   const Stopwatch logprob_watch;
   if (reference_) {

@@ -1,11 +1,16 @@
 #include "rl/policy.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <thread>
 
 #include "io/file.h"
 #include "model/checkpoint_io.h"
+#include "model/state.h"
+#include "rl/checkpoint.h"
+#include "train/optimizer.h"
 
 namespace lockstep {
 
@@ -48,14 +53,41 @@ Status fill_masters(const PolicyOptions& options, const ModelConfig& config, con
 
 Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
   if (tokenizer.vocab_size() > config.vocab_size) {
-    return errorf("the tokenizer has {} ids, the model's vocab_size is {}; they do not belong together", tokenizer.vocab_size(),
-                  config.vocab_size);
+    return errorf("the tokenizer has {} ids, the model's vocab_size is {}; name the right tokenizer in model.tokenizer (without it "
+                  "the one beside the weights or config.json is taken, else bytes)",
+                  tokenizer.vocab_size(), config.vocab_size);
   }
   if (tokenizer.bos_id() != config.bos_id || tokenizer.eos_id() != config.eos_id) {
     return errorf("the tokenizer begins with id {} and ends with id {}, config.json says bos_token_id {} and eos_token_id {}",
                   tokenizer.bos_id(), tokenizer.eos_id(), config.bos_id, config.eos_id);
   }
   return Status::ok();
+}
+
+// What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
+// that the system kills later. Activations come on top.
+Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use) {
+  double weights = 0, training = 0, state = 0;
+  for (const TensorSpec& t : tensor_table(m)) {
+    const auto elements = static_cast<double>(t.shape.elements());
+    weights += elements * static_cast<double>(dtype_bytes(t.weight_dtype(numerics))) * (t.has_panels() ? 2 : 1);
+    training += elements * sizeof(float) * (use.train && is_trained(t, use.optimizer) ? 4 : 1);  // master, gradient, two moments
+  }
+  if (use.sample) {
+    const int64_t page_tokens = default_page_tokens(m);
+    const StateSize size = StatePool::size(m, numerics, page_tokens);
+    const int64_t pages = (use.engine.max_context + page_tokens - 1) / page_tokens;
+    state = static_cast<double>(use.engine.max_running + 1) *
+            (static_cast<double>(size.slot_bytes) + static_cast<double>(pages) * static_cast<double>(size.page_bytes));
+  }
+  const double physical = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+  const double largest = std::max({weights, training, state});
+  if (weights + training + state <= physical && largest <= static_cast<double>(kArenaReserve)) return Status::ok();
+  constexpr double kGiB = 1 << 30;
+  return errorf("at least {:.1f} GiB of memory are needed (weights {:.1f}, masters{} {:.1f}, state of {} running samples {:.1f}), this "
+                "machine has {:.1f}; take a smaller model, or lower rollout.max_running",
+                (weights + training + state) / kGiB, weights / kGiB, use.train ? ", gradients and moments" : "", training / kGiB,
+                use.sample ? use.engine.max_running : 0, state / kGiB, physical / kGiB);
 }
 
 std::string mebibytes(size_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
@@ -84,15 +116,20 @@ Result<std::unique_ptr<Tokenizer>> find_tokenizer(const PolicyOptions& options) 
 Policy::Policy(int threads) : context_(threads) {}
 
 Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const PolicyUse& use) {
+  if (options.init.empty()) return errorf("model.init is empty; name a checkpoint, or write random");
+  if (is_directory(options.init)) LOCKSTEP_RETURN_IF_ERROR(check_checkpoint(options.init));
   Result<ModelConfig> config = find_model_config(options);
   if (!config) return config.status();
   Result<std::unique_ptr<Tokenizer>> tokenizer = find_tokenizer(options);
   if (!tokenizer) return tokenizer.status();
   LOCKSTEP_RETURN_IF_ERROR(check_vocabulary(*tokenizer.value(), config.value()));
   if (use.engine.max_context > config.value().max_positions) {
-    return errorf("prompts and responses may reach {} tokens, the model's max_position_embeddings is {}", use.engine.max_context,
-                  config.value().max_positions);
+    return errorf("a prompt with its response may reach {} tokens, the model's max_position_embeddings is {}; lower "
+                  "task.max_prompt_tokens, rollout.max_new_tokens or eval.max_new_tokens, or leave out long examples",
+                  use.engine.max_context, config.value().max_positions);
   }
+
+  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), options.numerics, use));
 
   std::unique_ptr<Policy> p(new Policy(num_threads(use.threads)));
   p->config_ = config.take();

@@ -6,6 +6,7 @@
 #include "io/json.h"
 #include "io/jsonl.h"
 #include "rl/checkpoint.h"
+#include "rl/fingerprint.h"
 #include "rl/order.h"
 #include "rl/task.h"
 
@@ -17,21 +18,20 @@ namespace {
 struct Example {
   std::vector<int32_t> tokens;
   int64_t prompt_length = 0;
+  int64_t line = 0;  // in the file
 };
 
 Result<std::vector<Example>> load_examples(const std::string& path, const Tokenizer& tokenizer) {
-  Result<PromptFile> file = read_prompts(path, {.label_required = false, .completion_required = true});
-  if (!file) return file.status();
-  LOCKSTEP_RETURN_IF_ERROR(bad_rows_status(file.value()));
+  Result<PromptFile> read = read_prompts(path, {.label_required = false, .completion_required = true});
+  if (!read) return read.status();
+  PromptFile& file = read.value();
+  std::vector<EncodedRow> encoded = encode_rows(file, tokenizer);
+  LOCKSTEP_RETURN_IF_ERROR(bad_rows_status(file));
   std::vector<Example> examples;
-  for (const PromptRow& row : file.value().rows) {
-    Result<std::vector<int32_t>> prompt = prompt_tokens(tokenizer, row.prompt);
-    if (!prompt) return errorf("{}:{}: {}", path, row.line, prompt.message());
-    Result<std::vector<int32_t>> completion = tokenizer.encode(row.completion);
-    if (!completion) return errorf("{}:{}: {}", path, row.line, completion.message());
-    Example e{.tokens = prompt.take(), .prompt_length = 0};
+  for (size_t i = 0; i < encoded.size(); ++i) {
+    Example e{.tokens = std::move(encoded[i].prompt), .prompt_length = 0, .line = file.rows[i].line};
     e.prompt_length = static_cast<int64_t>(e.tokens.size());
-    e.tokens.insert(e.tokens.end(), completion.value().begin(), completion.value().end());
+    e.tokens.insert(e.tokens.end(), encoded[i].completion.begin(), encoded[i].completion.end());
     e.tokens.push_back(tokenizer.eos_id());
     examples.push_back(std::move(e));
   }
@@ -49,14 +49,20 @@ Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hoo
   Result<std::vector<Example>> loaded = load_examples(o.file, *tokenizer.value());
   if (!loaded) return loaded.status();
   const std::vector<Example>& examples = loaded.value();
-  size_t longest = 0;
-  for (const Example& e : examples) longest = std::max(longest, e.tokens.size());
+  const Example& longest = *std::max_element(examples.begin(), examples.end(),
+                                             [](const Example& a, const Example& b) { return a.tokens.size() < b.tokens.size(); });
+  Result<ModelConfig> model = find_model_config(config.model);
+  if (!model) return model.status();
+  if (static_cast<int64_t>(longest.tokens.size()) > model.value().max_positions) {
+    return errorf("{}:{}: the example has {} tokens, the model's max_position_embeddings is {}; shorten it or leave it out", o.file,
+                  longest.line, longest.tokens.size(), model.value().max_positions);
+  }
 
   PolicyUse use{.seed = static_cast<uint64_t>(config.run.seed),
                 .threads = static_cast<int>(config.run.threads),
                 .sample = false,
                 .train = true};
-  use.engine.max_context = static_cast<int64_t>(longest);
+  use.engine.max_context = static_cast<int64_t>(longest.tokens.size());
   use.optimizer = config.optimizer;
   use.optimizer.lr = o.lr;
   use.optimizer.schedule = o.schedule;
@@ -67,8 +73,17 @@ Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hoo
   if (!made) return made.status();
   Policy& policy = *made.value();
 
-  RunState state{
-      .kind = "sft", .step = 0, .seed = config.run.seed, .num_rows = static_cast<int64_t>(examples.size()), .cursor = {}};
+  Fingerprint rows;
+  for (const Example& e : examples) {
+    rows.add(e.tokens);
+    rows.add(std::to_string(e.prompt_length));
+  }
+  RunState state{.kind = "sft",
+                 .step = 0,
+                 .seed = config.run.seed,
+                 .num_rows = static_cast<int64_t>(examples.size()),
+                 .rows = rows.str(),
+                 .cursor = {}};
   Result<RunDir> opened = open_run(config.run.dir, resume, config.resolved, policy, state, hooks);
   if (!opened) return opened.status();
   RunDir& dir = opened.value();

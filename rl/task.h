@@ -3,6 +3,7 @@
 // chosen.
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -29,14 +30,25 @@ struct TaskCounts {
   int64_t bad_rows = 0;
   int64_t overlong_prompts = 0;   // dropped
   int64_t duplicate_prompts = 0;  // kept
+  std::string str() const;
 };
 
 // The usable rows of `path` as prompts, in the file's order; `row` counts them, ids are 0. Errors: too many bad rows, none left.
 Result<std::vector<Prompt>> load_prompts(const std::string& path, const Tokenizer& tokenizer, const TaskOptions& options,
                                          TaskCounts* counts);
 
+struct EncodedRow {
+  std::vector<int32_t> prompt;      // the begin token, then the ids of the text
+  std::vector<int32_t> completion;  // without an end token
+};
+// The ids of every good row, in order. A row that the tokenizer cannot encode becomes a bad one.
+std::vector<EncodedRow> encode_rows(PromptFile& file, const Tokenizer& tokenizer);
+
 // Bad rows up to the tolerated share are counted; more are an error that lists them.
 Status check_bad_rows(const PromptFile& file, float max_bad_rows);
+
+// Tokens and labels.
+std::string fingerprint(std::span<const Prompt> prompts);
 
 // Hands out prompts, in a fresh permutation every epoch; each gets the next id of the run.
 class Task {

@@ -155,7 +155,8 @@ struct Actor::Impl {
     gradients = make_gradients(w.config(), gradient_arena, [&](const TensorSpec& s) { return is_trained(s, optimizer_config); });
     saved.arena = &step_arena;
     saved.recompute = a.recompute ? Recompute::layer : Recompute::none;
-    reserve_pages((a.max_tokens_per_microbatch + builder.page_tokens() - 1) / builder.page_tokens());
+    constexpr int64_t kExpectedTokens = 1 << 16;  // a budget beyond is a way to say "all at once", however many these will be
+    reserve_pages(pages_for(std::min(a.max_tokens_per_microbatch, kExpectedTokens)));
   }
 
   int64_t pages_for(int64_t positions) const { return (positions + builder.page_tokens() - 1) / builder.page_tokens(); }
