@@ -113,6 +113,22 @@ Result<std::unique_ptr<Tokenizer>> find_tokenizer(const PolicyOptions& options) 
   return std::unique_ptr<Tokenizer>(std::make_unique<ByteTokenizer>());
 }
 
+namespace {
+
+// Weights trained under one tokenizer say nothing under another, and the run would not notice.
+Status check_trained_tokenizer(const PolicyOptions& options, const Tokenizer& tokenizer) {
+  if (!is_directory(options.init) || !exists(options.init + "/" + kTokenizerFile)) return Status::ok();
+  Result<std::unique_ptr<Tokenizer>> own = load_tokenizer(options.init);
+  if (!own) return own.status();
+  bool same = own.value()->vocab_size() == tokenizer.vocab_size();
+  for (int32_t id = 0; same && id < tokenizer.vocab_size(); ++id) same = own.value()->decode({&id, 1}) == tokenizer.decode({&id, 1});
+  if (same) return Status::ok();
+  return errorf("model.tokenizer is \"{}\", but {} was trained with another tokenizer, which lies beside it; leave model.tokenizer empty to use that one",
+                options.tokenizer, options.init);
+}
+
+}  // namespace
+
 Policy::Policy(int threads) : context_(threads) {}
 
 Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const PolicyUse& use) {
@@ -123,6 +139,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   Result<std::unique_ptr<Tokenizer>> tokenizer = find_tokenizer(options);
   if (!tokenizer) return tokenizer.status();
   LOCKSTEP_RETURN_IF_ERROR(check_vocabulary(*tokenizer.value(), config.value()));
+  LOCKSTEP_RETURN_IF_ERROR(check_trained_tokenizer(options, *tokenizer.value()));
   if (use.engine.max_context > config.value().max_positions) {
     return errorf("a prompt with its response may reach {} tokens, the model's max_position_embeddings is {}; lower "
                   "task.max_prompt_tokens, rollout.max_new_tokens or eval.max_new_tokens, or leave out long examples",

@@ -197,6 +197,20 @@ TEST_F(Resume, RefusesADamagedCheckpoint) {
   EXPECT_NE(resumed.message().find("optimizer.safetensors is damaged"), std::string::npos) << resumed.message();
 }
 
+TEST_F(Resume, RefusesAnotherTokenizerThanTheCheckpoints) {
+  run(loop_config("first", 2), false);
+  LoopConfig second = loop_config("second", 2);
+  second.model.init = path("first/checkpoints/step_000002");
+  run(second, false);
+  second.run.dir = path("third");
+  fs::create_directories(path("other"));
+  ASSERT_TRUE(ByteTokenizer(std::string(kArithmeticAlphabet.rbegin(), kArithmeticAlphabet.rend())).save(path("other")).is_ok());
+  second.model.tokenizer = path("other");
+  const Result<LoopReport> refused = run_loop(second, false, Hooks());
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_NE(refused.message().find("was trained with another tokenizer"), std::string::npos) << refused.message();
+}
+
 TEST_F(Resume, KeepsTheNewestCheckpoints) {
   LoopConfig config = loop_config("run", 5);
   config.run.eval_every = 0;
