@@ -15,10 +15,14 @@ struct TomlAssertion {};
   do {                                                   \
     if (!(condition)) throw ::lockstep::TomlAssertion(); \
   } while (false)
+#if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wterminate"  // in functions that may not throw the assertion ends the process, as any does
+#endif
 #include <toml++/toml.h>
+#if !defined(__clang__)
 #pragma GCC diagnostic pop
+#endif
 
 #include "cli/names.h"
 #include "io/file.h"
@@ -413,18 +417,19 @@ std::string wrap(std::string_view text, size_t indent, size_t width) {
   return out;
 }
 
-// Refuses text on which the TOML library leaves defined behaviour (its issues 190 and 295): characters beyond ASCII outside of
-// strings and comments, and strings of several lines, which no setting needs.
+// Refuses text on which the TOML library leaves defined behaviour (its issues 190 and 295): characters beyond ASCII that it meets
+// outside of strings and comments, or in strings of several lines. No setting needs those, nor quotes but around its value.
 Status check_characters(std::string_view text, std::string_view file) {
   if (text.starts_with("\xef\xbb\xbf")) text.remove_prefix(3);  // a byte order mark
   int64_t line = 1;
   char quote = 0;  // what closes the string at hand; 0 outside of strings
   bool comment = false;
+  bool behind_equals = false, value_next = false;  // the line's first '=' was passed; nothing but blanks followed it
   for (size_t i = 0; i < text.size(); ++i) {
     const char ch = text[i];
     if (ch == '\n') {
       if (quote != 0) return errorf("{}:{}: a string must end on its line", file, line);
-      comment = false;
+      comment = behind_equals = value_next = false;
       ++line;
     } else if (quote != 0) {
       if (ch == quote) {
@@ -435,11 +440,17 @@ Status check_characters(std::string_view text, std::string_view file) {
     } else if (comment || ch == '#') {
       comment = true;
     } else if (ch == '"' || ch == '\'') {
+      if (!value_next) return errorf("{}:{}: a quote that does not open the value behind the line's =", file, line);
       if (text.substr(i + 1).starts_with(std::string(2, ch)))
         return errorf("{}:{}: strings of several lines are not read; write the text on one line", file, line);
       quote = ch;
+      value_next = false;
     } else if (static_cast<unsigned char>(ch) >= 0x80) {
       return errorf("{}:{}: a character that is not ASCII outside of quotes; is it a no-break space or a typographic quote?", file, line);
+    } else if (ch == '=' && !behind_equals) {
+      behind_equals = value_next = true;
+    } else if (ch != ' ' && ch != '\t') {
+      value_next = false;
     }
   }
   return Status::ok();
@@ -450,10 +461,10 @@ Status read_table(ResolvedConfig& config, const toml::table& root, std::string_v
     const toml::table* table = node.as_table();
     const auto line = section.source().begin.line;
     if (table == nullptr) {
-      const auto in_section = [&](const Setting& s) { return section_of(s.name) == section.str(); };
-      if (std::any_of(rows().begin(), rows().end(), in_section))
-        return errorf("{}:{}: {} is a section: write [{}], and its keys in the lines below", file, line, section.str(), section.str());
-      return errorf("{}:{}: {}", file, line, unknown_key(section.str()));
+      const std::string_view name = section.str();
+      if (std::any_of(rows().begin(), rows().end(), [&](const Setting& s) { return section_of(s.name) == name; }))
+        return errorf("{}:{}: {} is a section: write [{}], and its keys in the lines below", file, line, name, name);
+      return errorf("{}:{}: {}", file, line, unknown_key(name));
     }
     for (auto&& [key, value] : *table) {
       const std::string name = fmt::format("{}.{}", section.str(), key.str());

@@ -70,6 +70,8 @@ TEST(Options, CharactersBeyondAsciiBelongIntoQuotes) {
   EXPECT_NE(read_error("[run]\ndir = \"a\"\xc3\xa9\n").find(kOutside), std::string::npos);
   EXPECT_EQ(read_error("[run]\ndir = \"\"\"\\\n\xc2\xa7\"\"\"\n"),
             "run.toml:2: strings of several lines are not read; write the text on one line");
+  EXPECT_EQ(read_error("[run]\ndir = 0tt's.\xef\xb9\xbf\n"), "run.toml:2: a quote that does not open the value behind the line's =");
+  EXPECT_EQ(read_error("[run]\ndir = ='\xef\xb9\xbf'\n"), "run.toml:2: a quote that does not open the value behind the line's =");
   EXPECT_EQ(read_error("[run]\ndir = \"a\\\n\xc3\xa9\"\n"), "run.toml:2: a string must end on its line");
 
   ResolvedConfig config = default_config();

@@ -399,7 +399,12 @@ std::string model_config_json(const ModelConfig& m) {
                 {"factor", s.factor},            {"original_max_position_embeddings", s.original_positions},
                 {"beta_fast", s.beta_fast},      {"beta_slow", s.beta_slow},
                 {"attention_factor", 1.0}};
-  o["rope_parameters"] = {{"main", {{"rope_type", "default"}, {"rope_theta", m.rope_theta}}}, {"compress", compress}};
+  // transformers takes the rotated share of a head from here, not from qk_rope_head_dim.
+  const double rotated = static_cast<double>(m.rope_dim) / static_cast<double>(m.head_dim);
+  Json main = {{"rope_type", "default"}, {"rope_theta", m.rope_theta}, {"partial_rotary_factor", rotated}};
+  compress["partial_rotary_factor"] = rotated;
+  o["partial_rotary_factor"] = rotated;
+  o["rope_parameters"] = {{"main", main}, {"compress", compress}};
   o["max_position_embeddings"] = m.max_positions;
   o["initializer_range"] = m.initializer_range;
   o["bos_token_id"] = m.bos_id;

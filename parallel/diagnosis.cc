@@ -33,9 +33,9 @@ std::string list(const std::vector<int>& ranks) {
 struct Wait {
   int rank;
   const FlightOp* op;
-  double since;               // wall clock
-  double seconds;             // until its record
-  std::vector<int> missing;   // who has not arrived
+  double since;              // wall clock
+  double seconds;            // until its record
+  std::vector<int> missing;  // who has not arrived
 };
 
 class Case {
@@ -50,12 +50,14 @@ class Case {
     for (const FlightRecord& r : records)
       if (known(r.rank) && of_[r.rank] == &r)
         for (const FlightOp& op : r.ops)
-          if (op.pending() && op.waited) waits_.push_back({r.rank, &op, r.wall_s - r.age_s + op.start_s, r.age_s - op.start_s, missing(r, op)});
+          if (op.pending() && op.waited)
+            waits_.push_back({r.rank, &op, r.wall_s - r.age_s + op.start_s, r.age_s - op.start_s, missing(r, op)});
     std::sort(waits_.begin(), waits_.end(), [](const Wait& a, const Wait& b) { return a.since < b.since; });
   }
 
   Diagnosis solve() const {
-    if (const FlightRecord* r = first_failed()) return about(r->rank, fmt::format("rank {} {}: {}", r->rank, failure_verb(*r), r->text), false);
+    if (const FlightRecord* r = first_failed())
+      return about(r->rank, fmt::format("rank {} {}: {}", r->rank, failure_verb(*r), r->text), false);
     for (const char* state : {"gone", "stopped"}) {
       const std::vector<int> ranks = in_state(state);
       if (ranks.empty()) continue;
@@ -157,7 +159,8 @@ class Case {
   Diagnosis about(int rank, const std::string& why, bool reason_only) const {
     const Wait* w = wait_for(rank);
     std::string head = why;
-    if (reason_only && w != nullptr) head = fmt::format("rank {} did not arrive at {} {}: {}", rank, describe(*w->op), place(*w->op), why);
+    if (reason_only && w != nullptr)
+      head = fmt::format("rank {} did not arrive at {} {}: {}", rank, describe(*w->op), place(*w->op), why);
     if (reason_only && w == nullptr) head = fmt::format("rank {}: {}", rank, why);
     return finish(rank, w, head);
   }
@@ -170,7 +173,8 @@ class Case {
     for (size_t i = 0; i < waits_.size() && i < kWaitsListed; ++i) {
       const Wait& w = waits_[i];
       d.text += fmt::format("  rank {} waited {:.1f} s in {} {}", w.rank, w.seconds, describe(*w.op), place(*w.op));
-      d.text += w.missing.empty() ? ", where everyone had arrived\n" : fmt::format(" for rank{} {}\n", w.missing.size() > 1 ? "s" : "", list(w.missing));
+      d.text += w.missing.empty() ? ", where everyone had arrived\n"
+                                  : fmt::format(" for rank{} {}\n", w.missing.size() > 1 ? "s" : "", list(w.missing));
     }
     if (waits_.size() > kWaitsListed) d.text += fmt::format("  and {} more waits\n", waits_.size() - kWaitsListed);
     if (known(rank)) d.text += last_seen(rank);
@@ -184,8 +188,8 @@ class Case {
     for (const FlightOp& op : r->ops)
       if (!op.pending() && (last == nullptr || op.end_s > last->end_s)) last = &op;
     if (last == nullptr) return fmt::format("  rank {} on {} had completed nothing\n", rank, r->host);
-    return fmt::format("  rank {} on {} last completed {} {}, {:.1f} s before its record\n", rank, r->host, describe(*last), place(*last),
-                       r->age_s - last->end_s);
+    return fmt::format("  rank {} on {} last completed {} {}, {:.1f} s before its record\n", rank, r->host, describe(*last),
+                       place(*last), r->age_s - last->end_s);
   }
 
   // Two ranks at the same sequence number of a group in different operations.
@@ -200,7 +204,8 @@ class Case {
       const auto fewest = std::min_element(by_name.begin(), by_name.end(),
                                            [](const auto& a, const auto& b) { return a.second.size() < b.second.size(); });
       std::string head = fmt::format("the ranks of {} disagree about operation {}:", w.op->group, w.op->seq);
-      for (const auto& [name, ranks] : by_name) head += fmt::format(" {} on rank{} {};", name, ranks.size() > 1 ? "s" : "", list(ranks));
+      for (const auto& [name, ranks] : by_name)
+        head += fmt::format(" {} on rank{} {};", name, ranks.size() > 1 ? "s" : "", list(ranks));
       head.pop_back();
       *out = finish(fewest->second.front(), &w, head);
       return true;
@@ -220,18 +225,22 @@ class Case {
     }
     if (start == nullptr) return finish(-1, nullptr, "no rank was waiting for another");
     if (start->missing.empty())
-      return finish(-1, start, fmt::format("every rank arrived at {} {}, but it does not complete: look at the network", describe(*start->op), place(*start->op)));
+      return finish(-1, start,
+                    fmt::format("every rank arrived at {} {}, but it does not complete: look at the network",
+                                describe(*start->op), place(*start->op)));
     std::vector<bool> seen(of_.size(), false);
     seen[start->rank] = true;
     if (const int rank = idle_end(start->missing, &seen); rank >= 0) {
       const Wait* w = wait_for(rank);
-      return finish(rank, w, fmt::format("rank {} did not arrive at {} {}: it waits for nobody, so it is busy or stuck elsewhere", rank,
-                                         describe(*w->op), place(*w->op)));
+      return finish(rank, w,
+                    fmt::format("rank {} did not arrive at {} {}: it waits for nobody, so it is busy or stuck elsewhere", rank,
+                                describe(*w->op), place(*w->op)));
     }
     const int rank = start->missing.front();
     const Wait* theirs = wait_of(rank);
-    return finish(rank, start, fmt::format("ranks wait for each other: rank {} in {} for rank {}, which is in {} {}", start->rank, describe(*start->op),
-                                           rank, describe(*theirs->op), place(*theirs->op)));
+    return finish(rank, start,
+                  fmt::format("ranks wait for each other: rank {} in {} for rank {}, which is in {} {}", start->rank,
+                              describe(*start->op), rank, describe(*theirs->op), place(*theirs->op)));
   }
 
   int idle_end(const std::vector<int>& ranks, std::vector<bool>* seen) const {
@@ -256,9 +265,9 @@ class Case {
     return any;
   }
 
-  std::vector<const FlightRecord*> of_;     // by rank; nullptr: silent
-  std::vector<const FlightPeer*> state_;    // by rank; nullptr: nobody saw it gone or stopped
-  std::vector<Wait> waits_;                 // the longest first
+  std::vector<const FlightRecord*> of_;   // by rank; nullptr: silent
+  std::vector<const FlightPeer*> state_;  // by rank; nullptr: nobody saw it gone or stopped
+  std::vector<Wait> waits_;               // the longest first
 };
 
 }  // namespace

@@ -119,12 +119,19 @@ std::string format_flight_record(const FlightRecord& record) {
                      "\n";
   for (const FlightGroup& g : record.groups) {
     const std::vector<int32_t> members(g.members.begin(), g.members.end());
-    text += JsonLine().add("group", g.name).add("members", std::span<const int32_t>(members)).add("started", g.started).str() + "\n";
+    text +=
+        JsonLine().add("group", g.name).add("members", std::span<const int32_t>(members)).add("started", g.started).str() + "\n";
   }
-  for (const FlightPeer& p : record.peers) text += JsonLine().add("peer", p.rank).add("pid", p.pid).add("state", p.state).str() + "\n";
+  for (const FlightPeer& p : record.peers)
+    text += JsonLine().add("peer", p.rank).add("pid", p.pid).add("state", p.state).str() + "\n";
   for (const FlightOp& op : record.ops) {
     JsonLine line;
-    line.add("op", op.kind).add("name", op.name).add("group", op.group).add("seq", op.seq).add("peer", op.peer).add("tag", op.tag);
+    line.add("op", op.kind)
+        .add("name", op.name)
+        .add("group", op.group)
+        .add("seq", op.seq)
+        .add("peer", op.peer)
+        .add("tag", op.tag);
     line.add("bytes", op.bytes).add("caller", op.caller).add("start_s", op.start_s);
     if (!op.pending()) line.add("end_s", op.end_s);
     if (!op.waited) line.add("background", true);

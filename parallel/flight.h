@@ -44,11 +44,11 @@ struct FlightPeer {
 };
 
 struct FlightOp {
-  std::string kind;    // barrier, broadcast, all_gather, all_to_all, reduce_scatter, all_reduce, send, recv, finalize
+  std::string kind;  // barrier, broadcast, all_gather, all_to_all, reduce_scatter, all_reduce, send, recv, finalize
   std::string name;
   std::string group;
-  int64_t seq = 0;     // from 1: collectives of a group on this rank; send and recv count for each peer and tag
-  int peer = -1;       // rank of the world, of send and recv alone
+  int64_t seq = 0;  // from 1: collectives of a group on this rank; send and recv count for each peer and tag
+  int peer = -1;    // rank of the world, of send and recv alone
   int tag = -1;
   int64_t bytes = 0;
   std::string caller;  // file:line

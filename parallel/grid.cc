@@ -84,13 +84,15 @@ Result<Layout> resolve_layout(const Layout& wanted, const LayoutLimits& limits) 
   if (layout.dp == 0) {
     const int64_t others = int64_t{layout.tp} * layout.pp;
     if (limits.ranks % others != 0)
-      why = fmt::format("tp {} x pp {} = {} does not divide the {} ranks that were started", layout.tp, layout.pp, others, limits.ranks);
+      why = fmt::format("tp {} x pp {} = {} does not divide the {} ranks that were started", layout.tp, layout.pp, others,
+                        limits.ranks);
     else
       layout.dp = static_cast<int>(limits.ranks / others);
   }
   if (why.empty()) why = misfit(layout, limits);
   if (why.empty()) return layout;
-  return errorf("parallel: {}; nearest layouts for {} rank{}:{}", why, limits.ranks, limits.ranks == 1 ? "" : "s", nearest(wanted, limits));
+  return errorf("parallel: {}; nearest layouts for {} rank{}:{}", why, limits.ranks, limits.ranks == 1 ? "" : "s",
+                nearest(wanted, limits));
 }
 
 Grid::Grid(const Layout& layout) : layout_(layout) {
@@ -174,7 +176,8 @@ Result<StageLayers> split_layers(std::span<const int64_t> counts, int pp, int64_
   for (int s = 0; s < pp; ++s) {
     if (counts[s] < 0) return errorf("parallel.stage_layers: {}: a count below 0", list);
     if (counts[s] == 0 && s > 0 && s < pp - 1)
-      return errorf("parallel.stage_layers: {}: stage {} would hold nothing; only the first and the last may be without layers", list, s);
+      return errorf("parallel.stage_layers: {}: stage {} would hold nothing; only the first and the last may be without layers",
+                    list, s);
     stages.push_back({begin, begin + counts[s]});
     begin += counts[s];
   }
@@ -191,8 +194,8 @@ StageLayers balance_layers(const StageCosts& costs, int pp) {
     return stage == pp - 1 ? sum + costs.head : sum;
   };
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  // value[s][i]: the best for stages s.. when stage s begins with layer i. First the least dearest stage, then, with no stage dearer
-  // than that, the least sum of squares.
+  // value[s][i]: the best for stages s.. when stage s begins with layer i. First the least dearest stage, then, with no stage
+  // dearer than that, the least sum of squares.
   const auto solve = [&](auto combine, double cap, std::vector<std::vector<int>>* cut) {
     std::vector<std::vector<double>> value(pp + 1, std::vector<double>(layers + 1, kInfinity));
     cut->assign(pp, std::vector<int>(layers + 1, -1));

@@ -81,11 +81,12 @@ class Grid {
   std::vector<int> dp_group(int rank) const;         // by dp index: reduces gradients of dense weights
   std::vector<int> ep_group(int rank) const;         // by ep index: exchanges tokens
   std::vector<int> expert_replicas(int rank) const;  // the same experts in every block: reduces gradients of experts
-  // First and last stage of the chain: both hold the embedding when a draft layer behind the head reads it. Empty for ranks between.
+  // First and last stage of the chain: both hold the embedding when a draft layer behind the head reads it. Empty for ranks
+  // between.
   std::vector<int> embedding_group(int rank) const;
 
-  bool first_stage(int rank) const { return coordinates(rank).pp == 0; }                // owns the embedding
-  bool last_stage(int rank) const { return coordinates(rank).pp == layout_.pp - 1; }    // owns final norm and head
+  bool first_stage(int rank) const { return coordinates(rank).pp == 0; }              // owns the embedding
+  bool last_stage(int rank) const { return coordinates(rank).pp == layout_.pp - 1; }  // owns final norm and head
   int previous_stage(int rank) const;  // the rank before this one in its chain; -1 for the first
   int next_stage(int rank) const;      // the rank behind; -1 for the last
 
@@ -103,7 +104,8 @@ class Grid {
 // Layers of each stage, in order, covering all.
 using StageLayers = std::vector<Range>;
 
-// From a list of layer counts, one a stage. A stage between the first and the last must hold a layer; those two hold embedding and head.
+// From a list of layer counts, one a stage. A stage between the first and the last must hold a layer; those two hold embedding
+// and head.
 Result<StageLayers> split_layers(std::span<const int64_t> counts, int pp, int64_t layers);
 
 struct StageCosts {
@@ -112,8 +114,8 @@ struct StageCosts {
   double head = 0;             // on the last: final norm, head and draft layers
 };
 
-// The split whose dearest stage is cheapest; among those the most even one (least sum of squares), then the one whose earlier stages
-// are shortest. Every stage gets a layer. O(pp x layers^2).
+// The split whose dearest stage is cheapest; among those the most even one (least sum of squares), then the one whose earlier
+// stages are shortest. Every stage gets a layer. O(pp x layers^2).
 StageLayers balance_layers(const StageCosts& costs, int pp);
 
 }  // namespace lockstep

@@ -19,7 +19,8 @@ std::vector<Layout> layouts_to_try() {
   return all;
 }
 
-// The groups that `group_of` gives must cut the ranks into classes: each rank in its own group, every member naming the same group.
+// The groups that `group_of` gives must cut the ranks into classes: each rank in its own group, every member naming the same
+// group.
 void expect_partition(const Grid& grid, auto group_of, int size) {
   std::set<std::vector<int>> groups;
   for (int r = 0; r < grid.ranks(); ++r) {
@@ -97,11 +98,16 @@ TEST(Grid, GroupsCutTheRanks) {
   for (const Layout& l : layouts_to_try()) {
     SCOPED_TRACE(l.str());
     const Grid grid(l);
-    expect_partition(grid, [&](int r) { return grid.tp_group(r); }, l.tp);
-    expect_partition(grid, [&](int r) { return grid.pp_chain(r); }, l.pp);
-    expect_partition(grid, [&](int r) { return grid.dp_group(r); }, l.dp);
-    expect_partition(grid, [&](int r) { return grid.ep_group(r); }, l.ep);
-    expect_partition(grid, [&](int r) { return grid.expert_replicas(r); }, l.dp / l.ep);
+    expect_partition(
+        grid, [&](int r) { return grid.tp_group(r); }, l.tp);
+    expect_partition(
+        grid, [&](int r) { return grid.pp_chain(r); }, l.pp);
+    expect_partition(
+        grid, [&](int r) { return grid.dp_group(r); }, l.dp);
+    expect_partition(
+        grid, [&](int r) { return grid.ep_group(r); }, l.ep);
+    expect_partition(
+        grid, [&](int r) { return grid.expert_replicas(r); }, l.dp / l.ep);
     for (int r = 0; r < grid.ranks(); ++r) {
       // An ep group and a replica group of one rank meet in that rank alone, and both lie in its dp group.
       const std::vector<int> ep = grid.ep_group(r), replicas = grid.expert_replicas(r), dp = grid.dp_group(r);
@@ -180,7 +186,8 @@ TEST(ResolveLayout, ErrorsSayWhatIsWrongAndListTheNearest) {
   EXPECT_NE(message({1, 2, 3, 8}, limits_of(16)).find("ep 3 does not divide dp 8"), std::string::npos);
   EXPECT_NE(message({1, 4, 1, 1}, {.ranks = 4, .layers = 3, .experts = 8}).find("pp 4 stages for 3 layers"), std::string::npos);
   EXPECT_NE(message({1, 1, 4, 4}, {.ranks = 4, .layers = 3, .experts = 2}).find("ep 4 ranks for 2 experts"), std::string::npos);
-  EXPECT_NE(message({4, 1, 1, 1}, {.ranks = 4, .layers = 3, .experts = 2, .output_groups = 2}).find("tp 4 does not divide the 2 output groups"),
+  EXPECT_NE(message({4, 1, 1, 1}, {.ranks = 4, .layers = 3, .experts = 2, .output_groups = 2})
+                .find("tp 4 does not divide the 2 output groups"),
             std::string::npos);
   EXPECT_NE(message({0, 1, 1, 1}, limits_of(1)).find("must be at least 1"), std::string::npos);
   // 46341 squared is past 32 bits: the product must not wrap round into something that fits.
@@ -193,7 +200,9 @@ TEST(SplitLayers, ByList) {
   ASSERT_TRUE(split.is_ok()) << split.message();
   EXPECT_EQ(split.value(), (StageLayers{{0, 2}, {2, 5}, {5, 6}}));
   EXPECT_TRUE(split_layers(std::vector<int64_t>{0, 6, 0}, 3, 6).is_ok());
-  const auto message = [](std::vector<int64_t> c, int pp, int64_t layers) { return split_layers(c, pp, layers).status().message(); };
+  const auto message = [](std::vector<int64_t> c, int pp, int64_t layers) {
+    return split_layers(c, pp, layers).status().message();
+  };
   EXPECT_NE(message({2, 3}, 3, 5).find("[2, 3] names 2 stages, but pp is 3"), std::string::npos);
   EXPECT_NE(message({2, 3, 2}, 3, 6).find("adds up to 7 layers, the model has 6"), std::string::npos);
   EXPECT_NE(message({3, 0, 3}, 3, 6).find("stage 1 would hold nothing"), std::string::npos);

@@ -1,0 +1,709 @@
+#include "parallel/collective.h"
+
+#include <sched.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstring>
+#include <filesystem>
+#include <system_error>
+
+#include "io/file.h"
+#include "parallel/diagnosis.h"
+
+namespace lockstep {
+
+namespace {
+
+constexpr int kExchangeTag = Channel::kTagMax;  // of messages inside collectives
+
+double now_s() {
+  timespec t{};
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+// Between two looks at something another rank has to do.
+class Backoff {
+ public:
+  void pause() {
+    if (++tries_ <= kYields) {
+      ::sched_yield();
+      return;
+    }
+    const double now = now_s();
+    if (since_ == 0) since_ = now;
+    const double sleep = std::clamp((now - since_) / 8, 20e-6, 1e-3);
+    const timespec t{0, static_cast<long>(sleep * 1e9)};
+    nanosleep(&t, nullptr);
+  }
+
+ private:
+  static constexpr int kYields = 16;  // about as long as the shortest sleep
+  int tries_ = 0;
+  double since_ = 0;
+};
+
+struct Piece {
+  char* data = nullptr;
+  int64_t bytes = 0;
+};
+
+// y[i] = parts[0][i] + parts[1][i] + ... from left to right. y may be one of the parts.
+template <typename T>
+void add_in_order(Context& c, T* y, const void* const* parts, int count, int64_t n) {
+  constexpr int64_t kBlock = 512;
+  parallel_for(c, (n + kBlock - 1) / kBlock, kBlock * count, [&](int64_t begin, int64_t end, int) {
+    for (int64_t at = begin * kBlock; at < std::min(n, end * kBlock); at += kBlock) {
+      const int64_t m = std::min(kBlock, n - at);
+      T sum[kBlock];
+      std::memcpy(sum, static_cast<const T*>(parts[0]) + at, m * sizeof(T));
+      for (int r = 1; r < count; ++r) {
+        const T* x = static_cast<const T*>(parts[r]) + at;
+        for (int64_t i = 0; i < m; ++i) sum[i] += x[i];
+      }
+      std::memcpy(y + at, sum, m * sizeof(T));
+    }
+  });
+}
+
+void check_rows(const char* op, std::span<const int64_t> rows, int size, int64_t view_rows) {
+  CHECK(static_cast<int>(rows.size()) == size, "{}: {} counts for {} ranks", op, rows.size(), size);
+  int64_t sum = 0;
+  for (int64_t r : rows) {
+    CHECK(r >= 0, "{}: a count of {}", op, r);
+    sum += r;
+  }
+  CHECK(sum == view_rows, "{}: counts of {} rows for a view of {}", op, sum, view_rows);
+}
+
+int64_t row_bytes_of(const ConstTensorView& x) { return x.shape.row_elements() * static_cast<int64_t>(dtype_bytes(x.dtype)); }
+
+void copy_own(char* to, const char* from, int64_t bytes) {
+  if (to != from && bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+template <typename View>
+void check_contiguous(const char* op, const View& x) {
+  CHECK(x.contiguous(), "{}: a view {} with row stride {}", op, x.shape.str(), x.row_stride);
+}
+
+}  // namespace
+
+struct RankGroup::Impl {
+  RankWorld* world = nullptr;
+  std::string name;
+  std::vector<int> members;
+  int rank = 0;
+  int id = -1;                       // of the watchdog
+  std::unique_ptr<Channel> channel;  // none in a group of one
+  int64_t seq = 0;                   // collectives entered
+
+  // Of the exchange that is being made, by rank.
+  std::vector<Piece> sends, recvs;
+  std::vector<const void*> sources;
+  std::vector<int64_t> equal_rows;
+  std::vector<Range> equal_parts;
+  Pending pending{0};
+
+  // Point to point.
+  struct Slot {
+    explicit Slot() : pending(1) {}
+    Pending pending;
+    int ticket = -1;  // -1: free
+    const char* name = nullptr;
+    CommBytes bytes;
+  };
+  std::vector<Slot> slots;
+  std::map<std::array<int, 3>, int64_t> messages;  // (peer, tag, 0 for send) to how many were started
+
+  int size() const { return static_cast<int>(members.size()); }
+  Traffic& traffic(const char* name) {
+    auto& all = world->traffic_;
+    const auto it = all.find(std::string_view(name));
+    return it != all.end() ? it->second : all[name];
+  }
+};
+
+// A collective from before its first message to after its last: registered with the watchdog, then counted.
+class RankGroup::Registered {
+ public:
+  Registered(Impl& impl, const char* kind, const Purpose& p, CommBytes expected) : impl_(impl), name_(p.name), start_s_(now_s()) {
+    ticket_ = impl.world->watchdog_->begin({.kind = kind,
+                                            .name = p.name,
+                                            .group = impl.id,
+                                            .seq = ++impl.seq,
+                                            .bytes = expected.sent + expected.received,
+                                            .file = p.where.file_name(),
+                                            .line = static_cast<int>(p.where.line()),
+                                            .deadline_s = p.deadline_s});
+  }
+  ~Registered() {
+    impl_.world->watchdog_->end(ticket_);
+    Traffic& t = impl_.traffic(name_);
+    ++t.calls;
+    t.bytes.sent += moved.sent;
+    t.bytes.received += moved.received;
+    t.wait_s += now_s() - start_s_;
+  }
+  Registered(const Registered&) = delete;
+
+  CommBytes moved;  // so far
+
+ private:
+  Impl& impl_;
+  const char* name_;
+  double start_s_;
+  int ticket_;
+};
+
+RankGroup::RankGroup(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+RankGroup::RankGroup(RankGroup&&) noexcept = default;
+RankGroup& RankGroup::operator=(RankGroup&&) noexcept = default;
+RankGroup::~RankGroup() = default;
+const std::string& RankGroup::name() const { return impl_->name; }
+int RankGroup::rank() const { return impl_->rank; }
+int RankGroup::size() const { return impl_->size(); }
+const std::vector<int>& RankGroup::members() const { return impl_->members; }
+
+void RankGroup::require(const Status& status) {
+  if (!status) impl_->world->fail(fmt::format("{} on rank {}: {}", impl_->name, impl_->world->rank_, status.message()));
+}
+
+void RankGroup::wait_for(Pending& pending) {
+  Backoff backoff;
+  for (;;) {
+    bool done = false;
+    require(pending.test(&done));
+    if (done) return;
+    backoff.pause();
+  }
+}
+
+// Sends impl_->sends[r] to every rank r and receives impl_->recvs[r] from it; own parts are copied. Nothing goes where there is
+// nothing.
+void RankGroup::exchange(const Context* c, Registered& op) {
+  // Device seam: buffers of a device go to ncclSend and ncclRecv in one group on c's stream. Without a context they are host
+  // memory.
+  CHECK(c == nullptr || c->device == Device::cpu, "{}: only host buffers have a transport", impl_->name);
+  Impl& g = *impl_;
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank() || g.recvs[r].bytes == 0) continue;
+    require(g.channel->recv(g.pending, g.recvs[r].data, g.recvs[r].bytes, r, kExchangeTag));
+    op.moved.received += g.recvs[r].bytes;
+  }
+  for (int step = 1; step < size(); ++step) {
+    const int r = (rank() + step) % size();  // not everyone to rank 0 first
+    if (g.sends[r].bytes == 0) continue;
+    require(g.channel->send(g.pending, g.sends[r].data, g.sends[r].bytes, r, kExchangeTag));
+    op.moved.sent += g.sends[r].bytes;
+  }
+  CHECK_EQ(g.sends[rank()].bytes, g.recvs[rank()].bytes);
+  copy_own(g.recvs[rank()].data, g.sends[rank()].data, g.sends[rank()].bytes);
+  wait_for(g.pending);
+}
+
+void RankGroup::barrier(Purpose p) {
+  if (size() == 1) return;
+  Registered op(*impl_, "barrier", p, {});
+  require(impl_->channel->barrier(impl_->pending));
+  wait_for(impl_->pending);
+}
+
+void RankGroup::broadcast(Context& c, TensorView x, int root, Purpose p) {
+  check_contiguous("broadcast", x);
+  CHECK(root >= 0 && root < size(), "broadcast from {} in {} with {} ranks", root, name(), size());
+  if (size() == 1 || x.bytes() == 0) return;
+  // Device seam: ncclBroadcast moves bytes and adds nothing, so the library's may be used as it is.
+  CHECK(c.device == Device::cpu, "{}: only host buffers have a transport", name());
+  const CommBytes bytes = broadcast_bytes(static_cast<int64_t>(x.bytes()), size(), rank() == root);
+  Registered op(*impl_, "broadcast", p, bytes);
+  require(impl_->channel->broadcast(impl_->pending, x.data, x.bytes(), root));
+  wait_for(impl_->pending);
+  op.moved = bytes;
+}
+
+void RankGroup::broadcast(std::span<int64_t> x, int root, Purpose p) {
+  Context host;
+  broadcast(host, TensorView(x.data(), DType::i64, {static_cast<int64_t>(x.size())}), root, p);
+}
+
+void RankGroup::broadcast(std::string* text, int root, Purpose p) {
+  int64_t bytes = static_cast<int64_t>(text->size());
+  broadcast(std::span(&bytes, 1), root, p);
+  text->resize(static_cast<size_t>(bytes));
+  Context host;
+  broadcast(host, TensorView(text->data(), DType::u8, {bytes}), root, p);
+}
+
+void RankGroup::gather(const Context* c, char* y, const char* x, std::span<const int64_t> rows, int64_t row_bytes,
+                       const Purpose& p) {
+  int64_t before = 0;
+  for (int r = 0; r < rank(); ++r) before += rows[r];
+  char* own = y + before * row_bytes;
+  if (size() == 1) return copy_own(own, x, rows[0] * row_bytes);
+  Registered op(*impl_, "all_gather", p, all_gather_bytes(rows, row_bytes, rank()));
+  for (int r = 0; r < size(); ++r) {
+    impl_->sends[r] = {const_cast<char*>(x), rows[rank()] * row_bytes};
+    impl_->recvs[r] = {y, rows[r] * row_bytes};
+    y += rows[r] * row_bytes;
+  }
+  exchange(c, op);
+}
+
+void RankGroup::all_gather(Context& c, TensorView y, ConstTensorView x, std::span<const int64_t> rows, Purpose p) {
+  check_contiguous("all_gather", x);
+  check_contiguous("all_gather", y);
+  check_rows("all_gather", rows, size(), y.rows());
+  CHECK(x.dtype == y.dtype && x.rows() == rows[rank()] && row_bytes_of(x) == row_bytes_of(y),
+        "all_gather: {} {} into {} {}, {} rows of it", dtype_name(x.dtype), x.shape.str(), dtype_name(y.dtype), y.shape.str(),
+        rows[rank()]);
+  gather(&c, static_cast<char*>(y.data), static_cast<const char*>(x.data), rows, row_bytes_of(x), p);
+}
+
+void RankGroup::all_gather(Context& c, TensorView y, ConstTensorView x, Purpose p) {
+  check_contiguous("all_gather", x);
+  check_contiguous("all_gather", y);
+  CHECK(x.dtype == y.dtype && x.rows() * size() == y.rows() && row_bytes_of(x) == row_bytes_of(y),
+        "all_gather: {} {} into {} {} over {} ranks", dtype_name(x.dtype), x.shape.str(), dtype_name(y.dtype), y.shape.str(),
+        size());
+  for (int64_t& r : impl_->equal_rows) r = x.rows();
+  gather(&c, static_cast<char*>(y.data), static_cast<const char*>(x.data), impl_->equal_rows, row_bytes_of(x), p);
+}
+
+void RankGroup::all_gather(std::span<int64_t> y, std::span<const int64_t> x, Purpose p) {
+  CHECK(y.size() == x.size() * size(), "all_gather: {} counts into {} over {} ranks", x.size(), y.size(), size());
+  for (int64_t& r : impl_->equal_rows) r = static_cast<int64_t>(x.size());
+  gather(nullptr, reinterpret_cast<char*>(y.data()), reinterpret_cast<const char*>(x.data()), impl_->equal_rows, sizeof(int64_t),
+         p);
+}
+
+void RankGroup::all_to_all(Context& c, TensorView y, std::span<const int64_t> recv_rows, ConstTensorView x,
+                           std::span<const int64_t> send_rows, Purpose p) {
+  check_contiguous("all_to_all", x);
+  check_contiguous("all_to_all", y);
+  check_rows("all_to_all", recv_rows, size(), y.rows());
+  check_rows("all_to_all", send_rows, size(), x.rows());
+  CHECK(x.dtype == y.dtype && row_bytes_of(x) == row_bytes_of(y), "all_to_all: {} {} into {} {}", dtype_name(x.dtype),
+        x.shape.str(), dtype_name(y.dtype), y.shape.str());
+  const int64_t row_bytes = row_bytes_of(x);
+  char* to = static_cast<char*>(y.data);
+  const char* from = static_cast<const char*>(x.data);
+  if (size() == 1) return copy_own(to, from, x.rows() * row_bytes);
+  Registered op(*impl_, "all_to_all", p, all_to_all_bytes(recv_rows, send_rows, row_bytes, rank()));
+  for (int r = 0; r < size(); ++r) {
+    impl_->sends[r] = {const_cast<char*>(from), send_rows[r] * row_bytes};
+    impl_->recvs[r] = {to, recv_rows[r] * row_bytes};
+    from += send_rows[r] * row_bytes;
+    to += recv_rows[r] * row_bytes;
+  }
+  exchange(&c, op);
+}
+
+void RankGroup::exchange_counts(std::span<int64_t> from, std::span<const int64_t> to, Purpose p) {
+  CHECK(from.size() == to.size() && to.size() % size() == 0, "exchange_counts: {} into {} over {} ranks", to.size(), from.size(),
+        size());
+  const int64_t each = static_cast<int64_t>(to.size()) / size();
+  char* in = reinterpret_cast<char*>(from.data());
+  char* out = reinterpret_cast<char*>(const_cast<int64_t*>(to.data()));
+  const int64_t bytes = each * static_cast<int64_t>(sizeof(int64_t));
+  if (size() == 1) return copy_own(in, out, bytes);
+  Registered op(*impl_, "all_to_all", p, exchange_counts_bytes(each, size()));
+  for (int r = 0; r < size(); ++r) {
+    impl_->sends[r] = {out + r * bytes, bytes};
+    impl_->recvs[r] = {in + r * bytes, bytes};
+  }
+  exchange(nullptr, op);
+}
+
+// y = own part of the sum, in rounds of bounded scratch. All ranks know all parts, so they agree on the number of rounds.
+template <typename T>
+void RankGroup::sum_parts(Context& c, Registered& op, T* y, const T* x, std::span<const Range> parts) {
+  Impl& g = *impl_;
+  int64_t longest = 0;
+  for (const Range& r : parts) longest = std::max(longest, r.size());
+  const int64_t piece =
+      std::clamp<int64_t>(longest, 1, std::max<int64_t>(1, kSumScratchBytes / static_cast<int64_t>(sizeof(T)) / size()));
+  ArenaScope scope(*c.workspace);
+  T* scratch = static_cast<T*>(c.workspace->allocate(static_cast<size_t>(piece) * size() * sizeof(T), "ordered sum"));
+  for (int64_t at = 0; at < longest; at += piece) {
+    const auto clip = [&](const Range& r) { return std::clamp<int64_t>(r.size() - at, 0, piece); };
+    const int64_t own = clip(parts[rank()]);
+    for (int r = 0; r < size(); ++r) {
+      const bool me = r == rank();
+      T* slot = scratch + r * piece;
+      const T* mine = x + parts[r].begin + at;
+      g.sends[r] = {me ? nullptr : reinterpret_cast<char*>(const_cast<T*>(mine)),
+                    me ? 0 : clip(parts[r]) * static_cast<int64_t>(sizeof(T))};
+      g.recvs[r] = {me ? nullptr : reinterpret_cast<char*>(slot), me ? 0 : own * static_cast<int64_t>(sizeof(T))};
+      g.sources[r] = me ? mine : slot;
+    }
+    exchange(&c, op);
+    add_in_order(c, y + at, g.sources.data(), size(), own);
+  }
+}
+
+template <typename T>
+void RankGroup::sum_whole(Context& c, Registered& op, T* x, int64_t count) {
+  Impl& g = *impl_;
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+  ArenaScope scope(*c.workspace);
+  if (bytes <= kGatherSumBytes) {
+    T* scratch = static_cast<T*>(c.workspace->allocate(static_cast<size_t>(bytes) * size(), "ordered sum"));
+    for (int r = 0; r < size(); ++r) {
+      const bool me = r == rank();
+      T* slot = scratch + r * count;
+      g.sends[r] = {reinterpret_cast<char*>(x), me ? 0 : bytes};
+      g.recvs[r] = {reinterpret_cast<char*>(slot), me ? 0 : bytes};
+      g.sources[r] = me ? x : slot;
+    }
+    exchange(&c, op);
+    add_in_order(c, x, g.sources.data(), size(), count);
+    return;
+  }
+  for (int r = 0; r < size(); ++r) g.equal_parts[r] = part_of(count, size(), r);
+  const Range own = g.equal_parts[rank()];
+  sum_parts(c, op, x + own.begin, x, g.equal_parts);
+  for (int r = 0; r < size(); ++r) {
+    const bool me = r == rank();
+    g.sends[r] = {reinterpret_cast<char*>(x + own.begin), me ? 0 : own.size() * static_cast<int64_t>(sizeof(T))};
+    g.recvs[r] = {reinterpret_cast<char*>(x + g.equal_parts[r].begin),
+                  me ? 0 : g.equal_parts[r].size() * static_cast<int64_t>(sizeof(T))};
+  }
+  exchange(&c, op);
+}
+
+void RankGroup::reduce_scatter(Context& c, TensorView y, ConstTensorView x, std::span<const Range> parts, Purpose p) {
+  check_contiguous("reduce_scatter", x);
+  check_contiguous("reduce_scatter", y);
+  CHECK(static_cast<int>(parts.size()) == size(), "reduce_scatter: {} parts for {} ranks", parts.size(), size());
+  for (const Range& r : parts)
+    CHECK(r.begin >= 0 && r.end >= r.begin && r.end <= x.shape.elements(), "reduce_scatter: part [{}, {}) of {}", r.begin, r.end,
+          x.shape.str());
+  CHECK(x.dtype == y.dtype && (x.dtype == DType::f32 || x.dtype == DType::f64), "reduce_scatter: {} into {}", dtype_name(x.dtype),
+        dtype_name(y.dtype));
+  CHECK(y.shape.elements() == parts[rank()].size(), "reduce_scatter: y is {}, its part has {}", y.shape.str(),
+        parts[rank()].size());
+  if (size() == 1) {
+    const auto width = static_cast<int64_t>(dtype_bytes(x.dtype));
+    return copy_own(static_cast<char*>(y.data), static_cast<const char*>(x.data) + parts[0].begin * width,
+                    parts[0].size() * width);
+  }
+  Registered op(*impl_, "reduce_scatter", p, reduce_scatter_bytes(parts, x.dtype, rank()));
+  if (x.dtype == DType::f32)
+    sum_parts(c, op, y.ptr<float>(), x.ptr<float>(), parts);
+  else
+    sum_parts(c, op, y.ptr<double>(), x.ptr<double>(), parts);
+}
+
+void RankGroup::all_reduce(Context& c, TensorView x, Purpose p) {
+  check_contiguous("all_reduce", x);
+  CHECK(x.dtype == DType::f32 || x.dtype == DType::f64, "all_reduce: {}", dtype_name(x.dtype));
+  if (size() == 1 || x.empty()) return;
+  Registered op(*impl_, "all_reduce", p, all_reduce_bytes(x.shape.elements(), x.dtype, size(), rank()));
+  if (x.dtype == DType::f32)
+    sum_whole(c, op, x.ptr<float>(), x.shape.elements());
+  else
+    sum_whole(c, op, x.ptr<double>(), x.shape.elements());
+}
+
+void RankGroup::all_reduce(std::span<int64_t> x, Reduction reduction, Purpose p) {
+  if (size() == 1 || x.empty()) return;
+  CHECK(x.size() <= (size_t{1} << 20), "all_reduce: {} integers; counts are meant, not data", x.size());
+  const CommBytes bytes = all_reduce_int_bytes(static_cast<int64_t>(x.size()), size());
+  Registered op(*impl_, "all_reduce", p, bytes);
+  require(impl_->channel->all_reduce(impl_->pending, x.data(), static_cast<int>(x.size()), reduction));
+  wait_for(impl_->pending);
+  op.moved = bytes;
+}
+
+bool RankGroup::any(bool mine, Purpose p) {
+  int64_t x = mine ? 1 : 0;
+  all_reduce(std::span(&x, 1), Reduction::max, p);
+  return x != 0;
+}
+
+bool RankGroup::every(bool mine, Purpose p) { return !any(!mine, p); }
+
+Status RankGroup::agree(const Status& mine, Purpose p) {
+  int64_t first = mine ? size() : rank();
+  all_reduce(std::span(&first, 1), Reduction::min, p);
+  if (first == size()) return Status::ok();
+  if (size() == 1) return mine;
+  std::string message = fmt::format("rank {}: {}", impl_->world->rank_, mine.message());
+  broadcast(&message, static_cast<int>(first), p);
+  return Status::error(message);
+}
+
+RankGroup::Request RankGroup::start(const char* kind, const void* data, int64_t bytes, int peer, int tag, const Purpose& p) {
+  Impl& g = *impl_;
+  CHECK(peer >= 0 && peer < size() && peer != rank(), "{} \"{}\": rank {} with itself or outside: {} of {}", kind, p.name, rank(),
+        peer, size());
+  CHECK(tag >= 0 && tag <= kTagMax, "{} \"{}\": tag {}", kind, p.name, tag);
+  const bool sending = kind[0] == 's';
+  int slot = 0;
+  while (slot < kRequestsMax && g.slots[slot].ticket >= 0) ++slot;
+  CHECK(slot < kRequestsMax, "{} \"{}\": {} requests are open in {}", kind, p.name, kRequestsMax, name());
+  Impl::Slot& s = g.slots[slot];
+  s.name = p.name;
+  s.bytes = sending ? CommBytes{bytes, 0} : CommBytes{0, bytes};
+  s.ticket = g.world->watchdog_->begin({.kind = kind,
+                                        .name = p.name,
+                                        .group = g.id,
+                                        .seq = ++g.messages[{peer, tag, sending ? 0 : 1}],
+                                        .peer = g.members[peer],
+                                        .tag = tag,
+                                        .bytes = bytes,
+                                        .file = p.where.file_name(),
+                                        .line = static_cast<int>(p.where.line()),
+                                        .deadline_s = p.deadline_s,
+                                        .background = true});
+  if (sending)
+    require(g.channel->send(s.pending, data, static_cast<size_t>(bytes), peer, tag));
+  else
+    require(g.channel->recv(s.pending, const_cast<void*>(data), static_cast<size_t>(bytes), peer, tag));
+  return {slot};
+}
+
+RankGroup::Request RankGroup::start_send(Context& c, ConstTensorView x, int to, int tag, Purpose p) {
+  check_contiguous("send", x);
+  // Device seam: ncclSend on c's stream; the request holds an event.
+  CHECK(c.device == Device::cpu, "{}: only host buffers have a transport", name());
+  return start("send", x.data, static_cast<int64_t>(x.bytes()), to, tag, p);
+}
+
+RankGroup::Request RankGroup::start_recv(Context& c, TensorView x, int from, int tag, Purpose p) {
+  check_contiguous("recv", x);
+  CHECK(c.device == Device::cpu, "{}: only host buffers have a transport", name());
+  return start("recv", x.data, static_cast<int64_t>(x.bytes()), from, tag, p);
+}
+
+bool RankGroup::test(Request request) {
+  CHECK(request.slot >= 0 && request.slot < kRequestsMax && impl_->slots[request.slot].ticket >= 0, "request {} is not open",
+        request.slot);
+  Impl::Slot& s = impl_->slots[request.slot];
+  bool done = false;
+  require(s.pending.test(&done));
+  if (!done) return false;
+  impl_->world->watchdog_->end(s.ticket);
+  s.ticket = -1;
+  Traffic& t = impl_->traffic(s.name);
+  ++t.calls;
+  t.bytes.sent += s.bytes.sent;
+  t.bytes.received += s.bytes.received;
+  return true;
+}
+
+void RankGroup::wait(Request request) {
+  if (test(request)) return;
+  Impl::Slot& s = impl_->slots[request.slot];
+  impl_->world->watchdog_->waiting(s.ticket);
+  const char* name = s.name;
+  const double start = now_s();
+  for (Backoff backoff; !test(request);) backoff.pause();
+  impl_->traffic(name).wait_s += now_s() - start;
+}
+
+void RankGroup::send(Context& c, ConstTensorView x, int to, int tag, Purpose p) { wait(start_send(c, x, to, tag, p)); }
+void RankGroup::recv(Context& c, TensorView x, int from, int tag, Purpose p) { wait(start_recv(c, x, from, tag, p)); }
+
+Result<std::unique_ptr<RankWorld>> RankWorld::start(WatchdogOptions options) {
+  const Result<bool> launched = Channel::launched();
+  if (!launched) return launched.status();
+  std::unique_ptr<RankWorld> world(new RankWorld);
+  std::unique_ptr<Channel> channel;
+  if (launched.value()) {
+    Result<Channel> joined = Channel::join();
+    if (!joined) return joined.status();
+    channel = std::make_unique<Channel>(joined.take());
+    world->rank_ = channel->rank();
+    world->size_ = channel->size();
+  }
+  world->launched_ = launched.value();
+  world->watchdog_ = std::make_unique<Watchdog>(world->rank_, world->size_, options);
+  std::vector<int> members(world->size_);
+  for (int r = 0; r < world->size_; ++r) members[r] = r;
+  world->all_ = std::make_unique<RankGroup>(world->group("world", std::move(members), std::move(channel)));
+  if (world->size_ == 1) return world;
+
+  // By default the system rounds sleeps up by 50 us, more than the shortest of ours.
+  ::prctl(PR_SET_TIMERSLACK, 1000UL);
+  // Everyone meets everyone: connections are made now, and the watchdogs learn whom to look after.
+  const ProcessId me = this_process();
+  std::vector<ProcessId> processes(world->size_);
+  Context host;
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(ProcessId));
+  world->all_->all_gather(host, TensorView(processes.data(), DType::u8, {world->size_, kBytes}),
+                          ConstTensorView(&me, DType::u8, {1, kBytes}), "processes");
+  world->watchdog_->watch_processes(std::move(processes));
+  world->reset_traffic();
+  return world;
+}
+
+RankWorld::~RankWorld() {
+  if (size_ > 1 && !finished_ && watchdog_ != nullptr) fail(fmt::format("rank {} left without finishing", rank_));
+}
+
+RankGroup RankWorld::group(std::string name, std::vector<int> members, std::unique_ptr<Channel> channel) {
+  auto g = std::make_unique<RankGroup::Impl>();
+  const size_t size = members.size();
+  g->world = this;
+  g->name = name;
+  g->members = members;
+  g->rank = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
+  g->channel = std::move(channel);
+  if (size > 1) {
+    g->id = watchdog_->add_group(std::move(name), std::move(members));
+    g->sends.resize(size);
+    g->recvs.resize(size);
+    g->sources.resize(size);
+    g->equal_parts.resize(size);
+    g->pending = Pending(static_cast<int>(2 * size));
+    g->slots.resize(RankGroup::kRequestsMax);
+  }
+  g->equal_rows.resize(size);
+  return RankGroup(std::move(g));
+}
+
+RankGroup RankWorld::make_group(std::string name, std::vector<int> members) {
+  CHECK(!members.empty() && std::is_sorted(members.begin(), members.end()) && members.front() >= 0 && members.back() < size_ &&
+            std::adjacent_find(members.begin(), members.end()) == members.end(),
+        "{}: {} members, which must be ascending ranks below {}", name, members.size(), size_);
+  CHECK(std::binary_search(members.begin(), members.end(), rank_), "{}: rank {} is no member", name, rank_);
+  if (members.size() == 1) return group(std::move(name), std::move(members), nullptr);
+  // The channel comes after the group, so that waiting for it is already a registered operation of the group.
+  RankGroup g = group(name, members, nullptr);
+  RankGroup::Registered op(*g.impl_, "make_group", Purpose(name.c_str()), {});
+  uint32_t tag = 0;  // the same on all members
+  for (char ch : name) tag = tag * 31 + static_cast<unsigned char>(ch);
+  Result<Channel> channel = all_->impl_->channel->subset(members, static_cast<int>(tag % Channel::kTagMax));
+  g.require(channel.status());
+  g.impl_->channel = std::make_unique<Channel>(channel.take());
+  return g;
+}
+
+namespace {
+
+// Makes RUN_DIR/flight/000007, one past the highest number there.
+Result<std::string> make_flight_directory(const std::string& run_dir) {
+  namespace fs = std::filesystem;
+  const std::string root = flight_root(run_dir);
+  LOCKSTEP_RETURN_IF_ERROR(make_directories(root));
+  int last = 0;
+  std::error_code error;
+  for (fs::directory_iterator it(root, error); !error && it != fs::directory_iterator(); it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    int number = 0;
+    if (std::from_chars(name.data(), name.data() + name.size(), number).ptr == name.data() + name.size())
+      last = std::max(last, number);
+  }
+  if (error) return errorf("cannot list {}: {}", root, error.message());
+  std::string path = fmt::format("{}/{:06}", root, last + 1);
+  // Fails if another job has just made it: two jobs do not share one run directory.
+  if (!fs::create_directory(path, error)) return errorf("cannot make {}: {}", path, error ? error.message() : "it exists");
+  return path;
+}
+
+}  // namespace
+
+Status RankWorld::record_in(const std::string& run_dir) {
+  if (size_ == 1) return Status::ok();
+  Status status;
+  if (rank_ == 0) {
+    Result<std::string> made = make_flight_directory(run_dir);
+    if (made)
+      flight_ = made.take();
+    else
+      status = made.status();
+  }
+  LOCKSTEP_RETURN_IF_ERROR(all_->agree(status, "flight directory"));
+  all_->broadcast(&flight_, 0, "flight directory");
+  watchdog_->record_in(flight_);
+  return Status::ok();
+}
+
+void RankWorld::finish(Purpose p) {
+  if (finished_) return;
+  finished_ = true;
+  if (size_ > 1) {
+    watchdog_->stop_watching_processes();
+    all_->barrier(p);
+    if (rank_ == 0 && !flight_.empty()) {
+      std::error_code ignored;
+      std::filesystem::remove(flight_, ignored);  // stays if it holds anything
+    }
+  }
+  if (!launched_) return;
+  const int ticket = size_ == 1 ? -1
+                                : watchdog_->begin({.kind = "finalize",
+                                                    .name = p.name,
+                                                    .group = all_->impl_->id,
+                                                    .seq = ++all_->impl_->seq,
+                                                    .file = p.where.file_name(),
+                                                    .line = static_cast<int>(p.where.line()),
+                                                    .deadline_s = p.deadline_s});
+  const Status left = Channel::leave();
+  if (!left) fail(left.message());
+  if (ticket >= 0) watchdog_->end(ticket);
+}
+
+CommBytes broadcast_bytes(int64_t bytes, int size, bool root) {
+  if (size == 1) return {};
+  return root ? CommBytes{(size - 1) * bytes, 0} : CommBytes{0, bytes};
+}
+
+CommBytes all_gather_bytes(std::span<const int64_t> rows, int64_t row_bytes, int rank) {
+  CommBytes b;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (static_cast<int>(r) == rank) continue;
+    b.sent += rows[rank] * row_bytes;
+    b.received += rows[r] * row_bytes;
+  }
+  return b;
+}
+
+CommBytes all_to_all_bytes(std::span<const int64_t> recv_rows, std::span<const int64_t> send_rows, int64_t row_bytes, int rank) {
+  CommBytes b;
+  for (size_t r = 0; r < recv_rows.size(); ++r) {
+    if (static_cast<int>(r) == rank) continue;
+    b.sent += send_rows[r] * row_bytes;
+    b.received += recv_rows[r] * row_bytes;
+  }
+  return b;
+}
+
+CommBytes exchange_counts_bytes(int64_t counts_per_rank, int size) {
+  const int64_t bytes = 8 * counts_per_rank * (size - 1);
+  return {bytes, bytes};
+}
+
+CommBytes reduce_scatter_bytes(std::span<const Range> parts, DType dtype, int rank) {
+  const auto width = static_cast<int64_t>(dtype_bytes(dtype));
+  CommBytes b;
+  for (size_t r = 0; r < parts.size(); ++r) {
+    if (static_cast<int>(r) == rank) continue;
+    b.sent += parts[r].size() * width;
+    b.received += parts[rank].size() * width;
+  }
+  return b;
+}
+
+CommBytes all_reduce_bytes(int64_t elements, DType dtype, int size, int rank) {
+  const int64_t bytes = elements * static_cast<int64_t>(dtype_bytes(dtype));
+  if (size == 1) return {};
+  if (bytes <= RankGroup::kGatherSumBytes) return {(size - 1) * bytes, (size - 1) * bytes};
+  const int64_t own = part_of(elements, size, rank).size() * static_cast<int64_t>(dtype_bytes(dtype));
+  const int64_t moved = bytes + (size - 2) * own;
+  return {moved, moved};
+}
+
+CommBytes all_reduce_int_bytes(int64_t count, int size) {
+  const int64_t bytes = 8 * count * (size - 1);
+  return {bytes, bytes};
+}
+
+}  // namespace lockstep
