@@ -220,6 +220,28 @@ TEST(RunDir, AResumedRunEndsWithTheSameFiles) {
   EXPECT_EQ(count(broken.path()), count(whole.path()));
 }
 
+TEST(RunDir, EvaluationsAreSweptAndDroppedLikeRollouts) {
+  TemporaryDirectory d;
+  {
+    RunDir run = start(d.path());
+    ASSERT_TRUE(succeeds(make_directories(d.file("evals"))));
+    for (int64_t step = 0; step < 3; ++step) {
+      ASSERT_TRUE(succeeds(run.append_metrics(line(step))));
+      put(d.file("evals/" + step_name(step) + ".jsonl"), "{}\n");
+    }
+    put(d.file("evals/step_000003.jsonl.tmp-123-4"), "of a killed writer");
+  }
+  RunDir run = resume(d.path());
+  const Result<RunDir::Truncation> cut = run.truncate_after(1);
+  ASSERT_TRUE(succeeds(cut));
+  EXPECT_EQ(cut.value().evals_dropped, 1);
+  EXPECT_EQ(cut.value().last_metrics_step, 1);
+  EXPECT_FALSE(std::filesystem::exists(d.file("evals/step_000002.jsonl")));
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(d.file("evals")), std::filesystem::directory_iterator()), 2);
+  put(run.metrics_path(), "");
+  EXPECT_EQ(run.truncate_after(1).value().last_metrics_step, -1);
+}
+
 TEST(RunDir, TruncationToTheVeryBeginning) {
   TemporaryDirectory d;
   RunDir run = start(d.path());

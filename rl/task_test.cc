@@ -128,6 +128,44 @@ TEST_F(TaskFile, BadRowsStopTheRunUnlessTolerated) {
   EXPECT_EQ(counts.bad_rows, 1);
 }
 
+TEST_F(TaskFile, WhatTheTokenizerCannotEncodeIsABadRow) {
+  const std::string text =
+      "{\"prompt\":\"1?\",\"label\":\"2\"}\n"
+      "not json\n"
+      "{\"prompt\":\"1+1\",\"label\":\"2\"}\n"
+      "{\"prompt\":\"\u00e9\",\"label\":\"2\"}\n";
+  std::ofstream(path_) << text;
+  const ByteTokenizer digits("+0123456789");
+  TaskCounts counts;
+  TaskOptions options;
+  const Result<std::vector<Prompt>> refused = load_prompts(path_, digits, options, &counts);
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_NE(refused.message().find(": 3 of 4 rows cannot be used\n"), std::string::npos) << refused.message();
+  for (const char* where : {":1: byte 0x3f", ":2: invalid JSON", ":4: byte 0xc3"})
+    EXPECT_NE(refused.message().find(path_.string() + where), std::string::npos) << refused.message();
+
+  options.max_bad_rows = 0.75f;
+  const Result<std::vector<Prompt>> prompts = load_prompts(path_, digits, options, &counts);
+  ASSERT_TRUE(prompts.is_ok()) << prompts.message();
+  ASSERT_EQ(prompts.value().size(), 1u);
+  EXPECT_EQ(prompts.value()[0].text, "1+1");
+  EXPECT_EQ(counts.str(), "1 prompts; 3 bad rows, 0 overlong and dropped, 0 duplicates");
+}
+
+TEST_F(TaskFile, FingerprintsTellOrderTokensAndLabelsApart) {
+  std::vector<Prompt> a = numbered(3), b = numbered(3);
+  EXPECT_EQ(fingerprint(a), fingerprint(b));
+  std::swap(b[0], b[1]);
+  EXPECT_NE(fingerprint(a), fingerprint(b));
+  b = numbered(3);
+  b[2].label = "x";
+  EXPECT_NE(fingerprint(a), fingerprint(b));
+  b = numbered(3);
+  b[2].tokens.push_back(0);
+  EXPECT_NE(fingerprint(a), fingerprint(b));
+  EXPECT_NE(fingerprint(a), fingerprint(std::span(a).first(2)));
+}
+
 TEST_F(TaskFile, NothingUsableIsAnError) {
   TaskOptions options;
   options.max_prompt_tokens = 1;

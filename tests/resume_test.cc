@@ -181,6 +181,12 @@ TEST_F(Resume, RefusesAnotherRun) {
   config = loop_config("run", 4);
   config.task.train_file = path("eval.jsonl");
   EXPECT_FALSE(run_loop(config, true, Hooks()).is_ok()) << "other data";
+  config = loop_config("run", 4);
+  const std::string all = contents(path("train.jsonl"));
+  const size_t first = all.find('\n') + 1;
+  std::ofstream(path("turned.jsonl")) << all.substr(first) << all.substr(0, first);  // as many rows, in another order
+  config.task.train_file = path("turned.jsonl");
+  EXPECT_NE(run_loop(config, true, Hooks()).message().find("other data rows"), std::string::npos);
   config = loop_config("nothing", 4);
   EXPECT_FALSE(run_loop(config, true, Hooks()).is_ok()) << "nothing to resume";
   EXPECT_EQ(run(loop_config("run", 2), true).last_step, 2) << "nothing left to do is no error";
@@ -211,6 +217,62 @@ TEST_F(Resume, RefusesAnotherTokenizerThanTheCheckpoints) {
   EXPECT_NE(refused.message().find("was trained with another tokenizer"), std::string::npos) << refused.message();
 }
 
+TEST_F(Resume, RefusesACheckpointUnderAnotherName) {
+  run(loop_config("run", 2), false);
+  fs::copy(path("run/checkpoints/step_000002"), path("run/checkpoints/step_000003"), fs::copy_options::recursive);
+  const Result<LoopReport> resumed = run_loop(loop_config("run", 4), true, Hooks());
+  ASSERT_FALSE(resumed.is_ok());
+  EXPECT_NE(resumed.message().find("the checkpoint is of step 2"), std::string::npos) << resumed.message();
+}
+
+TEST_F(Resume, SaysWhenMetricsAreMissing) {
+  run(loop_config("run", 2), false);
+  std::string said;
+  Hooks hooks;
+  hooks.line = [&](const std::string& text) { said += text + "\n"; };
+  ASSERT_TRUE(run_loop(loop_config("run", 3), true, hooks).is_ok());
+  EXPECT_EQ(said.find("stays incomplete"), std::string::npos) << said;
+  fs::remove(path("run/metrics.jsonl"));
+  ASSERT_TRUE(run_loop(loop_config("run", 4), true, hooks).is_ok());
+  EXPECT_NE(said.find("metrics.jsonl does not reach step 3"), std::string::npos) << said;
+}
+
+// Weights come from what was written, not only when a run is resumed.
+TEST_F(Resume, DamagedWeightsAreNoInitialWeights) {
+  run(loop_config("run", 1), false);
+  const std::string checkpoint = path("run/checkpoints/step_000001");
+  LoopConfig config = loop_config("next", 1);
+  config.model.init = checkpoint;
+  run(config, false);
+  std::string bytes = contents(checkpoint + "/masters.safetensors");
+  bytes[bytes.size() - 2] ^= 1;  // a bit of the last weight's exponent
+  std::ofstream(checkpoint + "/masters.safetensors", std::ios::binary) << bytes;
+  config.run.dir = path("last");
+  const Result<LoopReport> refused = run_loop(config, false, Hooks());
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_NE(refused.message().find("masters.safetensors is damaged"), std::string::npos) << refused.message();
+  fs::remove(checkpoint + "/checksums.json");
+  EXPECT_TRUE(run_loop(config, false, Hooks()).is_ok()) << "the user's own word for it";
+}
+
+TEST_F(Resume, WhatDoesNotFitIsAnErrorAtTheStart) {
+  LoopConfig config = loop_config("run", 1);
+  config.rollout.max_running = int64_t{1} << 40;
+  const Result<LoopReport> large = run_loop(config, false, Hooks());
+  ASSERT_FALSE(large.is_ok());
+  EXPECT_NE(large.message().find("GiB of memory are needed"), std::string::npos) << large.message();
+
+  SftConfig sft;
+  sft.run = config.run;
+  sft.model = config.model;
+  sft.sft.file = path("long.jsonl");
+  std::ofstream(path("long.jsonl")) << "{\"prompt\":\"1+1:\",\"completion\":\"2\"}\n{\"prompt\":\"1+1:\",\"completion\":\"" << std::string(60, '2')
+                                    << "\"}\n";
+  const Result<SftReport> long_row = run_sft(sft, false, Hooks());
+  ASSERT_FALSE(long_row.is_ok());
+  EXPECT_NE(long_row.message().find("long.jsonl:2: the example has 66 tokens"), std::string::npos) << long_row.message();
+}
+
 TEST_F(Resume, KeepsTheNewestCheckpoints) {
   LoopConfig config = loop_config("run", 5);
   config.run.eval_every = 0;
@@ -222,6 +284,13 @@ TEST_F(Resume, KeepsTheNewestCheckpoints) {
   ASSERT_EQ(kept.value().size(), 2u);
   EXPECT_EQ(kept.value()[0].step, 4);
   EXPECT_EQ(kept.value()[1].step, 5);
+
+  // Killed between the newest checkpoint and the deletion of the oldest: the resumed run deletes it, even with nothing else to do.
+  fs::copy(path("run/checkpoints/step_000004"), path("run/checkpoints/step_000003"), fs::copy_options::recursive);
+  run(config, true);
+  kept = complete_checkpoints(path("run"));
+  ASSERT_TRUE(kept.is_ok());
+  EXPECT_EQ(kept.value().size(), 2u);
 }
 
 TEST_F(Resume, Sft) {
