@@ -7,12 +7,13 @@
 #   make asan      the tests under the address and undefined-behaviour sanitizers
 #   make tsan      the tests under the thread sanitizer
 #   make fuzz      build the fuzz targets (clang) and run each for a minute
+#   make soak      the tests with real deadlines: ranks killed and stopped, stalls noticed (wants an otherwise idle machine)
 #   make clean     remove build folders
 
 JOBS := $(shell nproc)
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test bench asan tsan fuzz clean setup
+.PHONY: build demo test bench asan tsan soak fuzz clean setup
 
 setup:
 	@scripts/setup.sh
@@ -27,7 +28,7 @@ demo: build
 test: setup
 	@cmake --preset cpu >/dev/null
 	@cmake --build build -j $(JOBS)
-	@ctest --test-dir build --output-on-failure -j $(JOBS)
+	@ctest --test-dir build --output-on-failure -LE soak -j $(JOBS)
 
 bench: setup
 	@cmake --preset cpu >/dev/null
@@ -38,12 +39,15 @@ bench: setup
 asan: setup
 	@cmake --preset asan >/dev/null
 	@cmake --build build-asan -j $(JOBS)
-	@ctest --test-dir build-asan --output-on-failure -j $(JOBS)
+	@ctest --test-dir build-asan --output-on-failure -LE soak -j $(JOBS)
 
 tsan: setup
 	@cmake --preset tsan >/dev/null
 	@cmake --build build-tsan -j $(JOBS)
-	@ctest --test-dir build-tsan --output-on-failure -j $(JOBS)
+	@ctest --test-dir build-tsan --output-on-failure -LE soak -j $(JOBS)
+
+soak: test
+	@ctest --test-dir build --output-on-failure -L soak
 
 fuzz:
 	@scripts/fuzz.sh
