@@ -1,5 +1,6 @@
 #include "core/context.h"
 
+#include <algorithm>
 #include <chrono>
 
 #if defined(__x86_64__)
@@ -43,49 +44,57 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads) {
 
 ThreadPool::~ThreadPool() {
   stop_.store(true);
+  ticket_.store(uint64_t{generation() + 1} << 32, std::memory_order_release);
   {
-    std::lock_guard lock(mutex_);
-    generation_.fetch_add(1);
+    std::lock_guard lock(mutex_);  // a worker between its look at the ticket and its sleep is now asleep
   }
   wake_.notify_all();
   for (std::thread& t : threads_) t.join();
 }
 
-void ThreadPool::run_part(int worker) {
-  const int64_t begin = count_ * worker / num_threads_;
-  const int64_t end = count_ * (worker + 1) / num_threads_;
-  if (begin < end) (*function_)(begin, end, worker);
-}
-
-void ThreadPool::worker_loop(int worker) {
-  uint64_t seen = 0;
+void ThreadPool::work(int worker, uint32_t generation) {
   for (;;) {
-    const bool ready = spin_until([&] { return generation_.load(std::memory_order_acquire) != seen; }, kSpinNs);
-    if (!ready) {
-      std::unique_lock lock(mutex_);
-      ++sleepers_;
-      wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
-      --sleepers_;
-    }
-    seen = generation_.load(std::memory_order_acquire);
-    if (stop_.load()) return;
-    run_part(worker);
+    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    do {
+      if (static_cast<uint32_t>(ticket >> 32) != generation || static_cast<uint32_t>(ticket) == 0) return;
+    } while (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    const int64_t range = num_ranges_ - static_cast<int64_t>(static_cast<uint32_t>(ticket));
+    (*function_)(count_ * range / num_ranges_, count_ * (range + 1) / num_ranges_, worker);
     unfinished_.fetch_sub(1, std::memory_order_release);
   }
 }
 
+void ThreadPool::worker_loop(int worker) {
+  uint32_t seen = 0;
+  for (;;) {
+    if (!spin_until([&] { return generation() != seen; }, kSpinNs)) {
+      std::unique_lock lock(mutex_);
+      ++sleepers_;
+      wake_.wait(lock, [&] { return generation() != seen; });
+      --sleepers_;
+    }
+    seen = generation();
+    if (stop_.load()) return;
+    work(worker, seen);
+  }
+}
+
 void ThreadPool::run(int64_t count, RangeFunction f) {
+  constexpr int64_t kRangesPerThread = 4;
+  if (count <= 0) return;
   function_ = &f;
   count_ = count;
-  unfinished_.store(num_threads_ - 1, std::memory_order_relaxed);
+  num_ranges_ = std::min<int64_t>(count, num_threads_ * kRangesPerThread);
+  unfinished_.store(num_ranges_, std::memory_order_relaxed);
+  const uint32_t run = generation() + 1;
+  ticket_.store(uint64_t{run} << 32 | static_cast<uint64_t>(num_ranges_), std::memory_order_release);
   bool wake = false;
   {
     std::lock_guard lock(mutex_);
-    generation_.fetch_add(1, std::memory_order_release);
     wake = sleepers_ > 0;
   }
   if (wake) wake_.notify_all();
-  run_part(0);
+  work(0, run);
   while (!spin_until([&] { return unfinished_.load(std::memory_order_acquire) == 0; }, kSpinNs)) std::this_thread::yield();
 }
 

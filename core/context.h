@@ -30,8 +30,9 @@ class RangeFunction {
   void (*call_)(const void*, int64_t, int64_t, int);
 };
 
-// A fixed set of threads. Work is cut into one contiguous range a worker, so which worker does what depends on the
-// thread count, but nothing an op computes may depend on that.
+// A fixed set of threads. Work is cut into a few contiguous ranges a thread, which threads take as they come: a thread whose core is busy with something
+// else holds up one range, not its whole share, and one that does not wake in time holds up nothing. Which thread does what therefore changes from call
+// to call; nothing an op computes may depend on it, and an op's function may be called several times by one worker.
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads);  // >= 1; the caller is one of them
@@ -42,18 +43,23 @@ class ThreadPool {
 
  private:
   void worker_loop(int worker);
-  void run_part(int worker);
+  void work(int worker, uint32_t generation);
+  uint32_t generation() const { return static_cast<uint32_t>(ticket_.load(std::memory_order_acquire) >> 32); }
 
   const int num_threads_;
   std::vector<std::thread> threads_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> generation_{0};
-  std::atomic<int> unfinished_{0};
+  // Number of the run in the high half, ranges not yet taken in the low half. Taking one is a compare-exchange of the whole, so a thread that comes late,
+  // in a later run, can take nothing of the one it woke for.
+  std::atomic<uint64_t> ticket_{0};
+  std::atomic<int64_t> unfinished_{0};  // ranges of this run
   std::atomic<bool> stop_{false};
   int sleepers_ = 0;  // guarded by mutex_
+  // Of this run; read only while holding a range of it.
   const RangeFunction* function_ = nullptr;
   int64_t count_ = 0;
+  int64_t num_ranges_ = 0;
 };
 
 enum class Device : uint8_t { cpu };
