@@ -11,6 +11,7 @@ namespace lockstep {
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitFailure = 1;   // the work failed
 inline constexpr int kExitBadInput = 2;  // usage, settings or files
+// 75: a job of many ranks could not go on (parallel/watchdog.h)
 
 struct RunArgs {
   std::string config;                  // RUN.toml
@@ -56,6 +57,7 @@ struct ExportArgs {
 };
 int export_command(const ExportArgs& args);
 
+int stall_command(const std::string& run_dir);
 int inspect_command(const std::string& path);
 int settings_command();
 

@@ -24,7 +24,12 @@ int fail(int code, const Status& status) {
   return code;
 }
 
-Console::Console() {
+Console::Console(bool speaks) : speaks_(speaks) {
+  hooks_.started = [this] { started_ = true; };
+  if (!speaks) {
+    set_log_level(LogLevel::error);
+    return;
+  }
   hooks_.progress = [this](const std::string& label, int64_t done, int64_t total, double amount, const std::string& unit) {
     progress_.update(label, done, total, amount, unit);
   };
@@ -32,12 +37,12 @@ Console::Console() {
     progress_.clear();
     log_info("{}", text);
   };
-  hooks_.started = [this] { started_ = true; };
 }
 
 int Console::fail(const Status& status) {
   progress_.clear();
-  return lockstep::fail(started_ ? kExitFailure : kExitBadInput, status);
+  const int code = started_ ? kExitFailure : kExitBadInput;
+  return speaks_ ? lockstep::fail(code, status) : code;
 }
 
 LoopConfig make_loop_config(const RunConfig& c) {

@@ -15,15 +15,17 @@ int fail(int code, const Status& status);
 
 class Console {
  public:
-  Console();
+  // `speaks` is false for ranks that leave reports to another one; they log errors only.
+  explicit Console(bool speaks = true);
   const Hooks& hooks() const { return hooks_; }
   Progress& progress() { return progress_; }
-  // The exit code of an error that came out of work done with hooks(): bad input until the work had begun.
+  // Says it, and returns the exit code of an error that came out of work done with hooks(): bad input until the work had begun.
   int fail(const Status& status);
 
  private:
   Progress progress_;
   Hooks hooks_;
+  bool speaks_;
   bool started_ = false;
 };
 

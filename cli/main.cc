@@ -68,7 +68,7 @@ std::string explain_unknown(const CLI::App& app, int argc, char** argv) {
 int run(int argc, char** argv) {
   CLI::App app{kDescription, "lockstep"};
   app.require_subcommand(1);
-  app.footer("Exit codes: 0 done, 1 the work failed, 2 wrong usage, settings or files.");
+  app.footer("Exit codes: 0 done, 1 the work failed, 2 wrong usage, settings or files, 75 ranks stalled: start again with --resume.");
   int exit_code = kExitOk;
 
   const auto add_run = [&](const char* name, const char* help, RunArgs& args, int (*command)(const RunArgs&)) {
@@ -147,6 +147,11 @@ int run(int argc, char** argv) {
   v->add_option("--mode", verify.mode, "Numerics")->check(CLI::IsMember({"f32", "bf16"}))->capture_default_str();
   v->add_flag("--json", verify.json, "Print one JSON object a file");
   v->callback([&] { exit_code = verify_command(verify); });
+
+  std::string stalled;
+  CLI::App* l = app.add_subcommand("stall", "Why the ranks of a run could not go on, from the records they left");
+  l->add_option("RUN_DIR", stalled, "The run directory, or one of the directories below its flight/")->required();
+  l->callback([&] { exit_code = stall_command(stalled); });
 
   app.add_subcommand("settings", "List every setting of RUN.toml")->callback([&] { exit_code = settings_command(); });
 

@@ -36,6 +36,7 @@ constexpr double kMaxReal = 1e30;
 constexpr double kMaxSteps = 1e9;         // weights count their versions in 32 bits
 constexpr double kMaxAtOnce = 1e6;        // prompts or samples that are held in memory together
 constexpr double kMaxTokens = 16777216;   // the longest context of a model
+constexpr double kMaxRanks = 65536;
 constexpr int64_t kMaxStepSamples = 16777216;
 constexpr float kMinTemperature = 1e-6f;
 
@@ -69,7 +70,7 @@ const std::vector<Setting>& rows() {
       {"run.seed", +FIELD(run.seed), "", "0", 0, kMaxInteger,
        "Seeds initial weights, prompt order and sampling. Same config, same seed: same bits."},
       {"run.threads", +FIELD(run.threads), "threads", "0", 0, 1024,
-       "CPU threads; 0 means one a core. Results do not depend on it."},
+       "CPU threads of each rank; 0 means one a core, which the ranks of a machine divide. Results do not depend on it."},
       {"run.steps", +FIELD(run.steps), "steps", "100", 0, kMaxSteps,
        "Rollouts (each with its optimizer steps) until the run ends. Raise it to go on with --resume."},
       {"run.checkpoint_every", +FIELD(run.checkpoint_every), "steps", "50", 0, kMaxInteger,
@@ -80,6 +81,18 @@ const std::vector<Setting>& rows() {
        "Steps between evaluations on task.eval_file, step 0 included; 0 evaluates never. Needs task.eval_file."},
       {"run.save_rollouts", +FIELD(run.save_rollouts), "", "true", 0, 0,
        "Write every sample of every step, with tokens and log-probs, into the run directory."},
+
+      {"parallel.tp", +FIELD(parallel.tp), "ranks", "1", 1, kMaxRanks, "Ranks that share each layer's heads. Only 1 is built yet."},
+      {"parallel.pp", +FIELD(parallel.pp), "ranks", "1", 1, kMaxRanks,
+       "Stages, each with layers of its own. Only 1 is built yet."},
+      {"parallel.ep", +FIELD(parallel.ep), "ranks", "1", 1, kMaxRanks,
+       "Ranks among which experts are spread. Only 1 is built yet."},
+      {"parallel.dp", +FIELD(parallel.dp), "ranks", "0", 0, kMaxRanks,
+       "Ranks with all weights, which share the samples of a step; 0 means as many as mpirun or srun started. `lockstep train` "
+       "alone uses more than one."},
+      {"parallel.deadline_s", +FIELD(parallel.deadline_s), "seconds", "600.0", 1, 1e6,
+       "Longest wait of one rank for another before the job ends as stalled. It covers how much one rank's share can take longer "
+       "than another's, and the writing of a checkpoint."},
 
       {"model.config", +FIELD(model.config), "path", "", 0, 0,
        "The model's config.json. May be empty when model.init is a checkpoint directory that holds one."},
@@ -594,6 +607,10 @@ Status check_train_config(const ResolvedConfig& config) {
   LOCKSTEP_RETURN_IF_ERROR(require_text(config, "task.train_file", c.task.train_file, "training needs prompts"));
   if (c.run.eval_every > 0) {
     LOCKSTEP_RETURN_IF_ERROR(require_text(config, "task.eval_file", c.task.eval_file, "run.eval_every asks for evaluations"));
+  }
+  for (const auto& [name, ranks] :
+       {std::pair{"parallel.tp", c.parallel.tp}, {"parallel.pp", c.parallel.pp}, {"parallel.ep", c.parallel.ep}}) {
+    if (ranks != 1) return setting_error(config, name, "not yet: only parallel.dp may be above 1");
   }
   constexpr std::string_view kTruncates =
       "training rollouts may not truncate the distribution, because the trainer cannot recompute what was kept; switch it off";

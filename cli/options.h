@@ -32,8 +32,16 @@ struct DemoOptions {
   float unboxed_share = 0;
 };
 
+// How the ranks that a launcher starts are used.
+struct ParallelOptions {
+  int64_t tp = 1, pp = 1, ep = 1;
+  int64_t dp = 0;  // 0: as many as were started
+  float deadline_s = 600;
+};
+
 struct RunConfig {
   RunOptions run;
+  ParallelOptions parallel;
   PolicyOptions model;
   TaskOptions task;
   RolloutOptions rollout;

@@ -1,33 +1,66 @@
-// lockstep train RUN.toml: the reinforcement learning loop.
+// lockstep train RUN.toml: the reinforcement learning loop, in one process or in all ranks that mpirun or srun started.
 
 #include <cstdio>
 
 #include "cli/console.h"
+#include "parallel/collective.h"
 
 namespace lockstep {
 
-int train_command(const RunArgs& args) {
-  Result<ResolvedConfig> config = load_config(args.config, args.overrides);
-  if (!config) return fail(kExitBadInput, config.status());
-  if (const Status s = check_train_config(config.value()); !s) return fail(kExitBadInput, s);
-  if (const Status s = resolve_init(config.value().values); !s) return fail(kExitBadInput, s);
-  constexpr std::string_view kSections[] = {"run", "model", "task", "rollout", "train", "optimizer", "eval"};
-  std::fputs(config_table(config.value().values, kSections).c_str(), stderr);
+namespace {
 
-  Console console;
-  Result<LoopReport> report = run_loop(make_loop_config(config.value().values), args.resume, console.hooks());
+Result<ResolvedConfig> read_settings(const RunArgs& args) {
+  Result<ResolvedConfig> config = load_config(args.config, args.overrides);
+  if (!config) return config;
+  LOCKSTEP_RETURN_IF_ERROR(check_train_config(config.value()));
+  LOCKSTEP_RETURN_IF_ERROR(resolve_init(config.value().values));
+  return config;
+}
+
+Status check_layout(const ParallelOptions& p, int ranks) {
+  const Layout wanted{.tp = static_cast<int>(p.tp), .pp = static_cast<int>(p.pp), .ep = static_cast<int>(p.ep), .dp = static_cast<int>(p.dp)};
+  return resolve_layout(wanted, {.ranks = ranks}).status();
+}
+
+int run_on(RankWorld& world, const Result<ResolvedConfig>& config, bool resume) {
+  const bool speaks = world.rank() == 0;
+  Status accepted = config.status();
+  if (accepted) accepted = check_layout(config.value().values.parallel, world.size());
+  if (const Status s = world.all().agree(accepted, "settings"); !s) return speaks ? fail(kExitBadInput, s) : kExitBadInput;
+  const RunConfig& values = config.value().values;
+  constexpr std::string_view kSections[] = {"run", "parallel", "model", "task", "rollout", "train", "optimizer", "eval"};
+  if (speaks) std::fputs(config_table(values, kSections).c_str(), stderr);
+
+  Console console(speaks);
+  Result<LoopReport> report = run_loop(make_loop_config(values), resume, console.hooks(), &world);
   if (!report) return console.fail(report.status());
   console.progress().clear();
+  if (!speaks) return kExitOk;
   const LoopReport& r = report.value();
-  if (args.resume && r.first_step == r.last_step) {
+  if (resume && r.first_step == r.last_step) {
     std::printf("nothing left to do: the run is at step %lld and run.steps is %lld\n", static_cast<long long>(r.last_step),
-                static_cast<long long>(config.value().values.run.steps));
+                static_cast<long long>(values.run.steps));
     return kExitOk;
   }
   std::printf("steps %lld to %lld; %lld log-probs compared, largest gap %g; checkpoint %s\n",
               static_cast<long long>(r.first_step), static_cast<long long>(r.last_step),
               static_cast<long long>(r.compared_tokens), r.max_gap, r.checkpoint.c_str());
   return kExitOk;
+}
+
+}  // namespace
+
+int train_command(const RunArgs& args) {
+  // Settings come first because the watchdog needs its deadline; what is wrong with them is said once all ranks can agree on it.
+  const Result<ResolvedConfig> config = read_settings(args);
+  WatchdogOptions watchdog;
+  if (config) watchdog.deadline_s = config.value().values.parallel.deadline_s;
+  Result<std::unique_ptr<RankWorld>> started = RankWorld::start(watchdog);
+  if (!started) return fail(kExitBadInput, started.status());
+  RankWorld& world = *started.value();
+  const int code = run_on(world, config, args.resume);
+  world.finish();
+  return code;
 }
 
 }  // namespace lockstep

@@ -190,4 +190,13 @@ Result<RunDir> open_run(const std::string& path, bool resume, const std::string&
   return dir;
 }
 
+Status follow_run(const std::string& checkpoint, const std::string& state_json, Policy& policy, RunState& state) {
+  if (checkpoint.empty()) return Status::ok();
+  LOCKSTEP_RETURN_IF_ERROR(policy.load(checkpoint));
+  Result<RunState> resumed = parse_run_state(state_json, checkpoint);
+  if (!resumed) return resumed.status();
+  state = resumed.take();
+  return Status::ok();
+}
+
 }  // namespace lockstep

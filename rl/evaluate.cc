@@ -43,7 +43,7 @@ std::string EvalReport::str() const {
 }
 
 Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, RewardKind reward, const EvalOptions& options,
-                            const Hooks& hooks, const std::string& label, std::string* records) {
+                            const Hooks& hooks, const std::string& label, std::string* records, const Peers& peers) {
   const auto start = std::chrono::steady_clock::now();
   if (options.problems > 0) problems = problems.first(std::min(problems.size(), static_cast<size_t>(options.problems)));
 
@@ -61,7 +61,7 @@ Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, Re
     r.sampling.stop_ids = {policy.tokenizer().eos_id()};
     requests.push_back(std::move(r));
   }
-  Result<std::vector<Completion>> completions = run_requests(policy.engine(), requests, hooks, label);
+  Result<std::vector<Completion>> completions = peers.run(policy.engine(), policy.context(), requests, hooks, label);
   if (!completions) return completions.status();
 
   EvalReport report;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "rl/hooks.h"
+#include "rl/peers.h"
 #include "rl/policy.h"
 #include "rl/records.h"
 #include "rl/task.h"
@@ -39,8 +40,8 @@ struct EvalReport {
   std::string str() const;
 };
 
-// `records`, unless null, receives every sample as JSON lines.
+// `records`, unless null, receives every sample as JSON lines. Peers share the problems and all get the whole report.
 Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, RewardKind reward, const EvalOptions& options,
-                            const Hooks& hooks, const std::string& label, std::string* records);
+                            const Hooks& hooks, const std::string& label, std::string* records, const Peers& peers = {});
 
 }  // namespace lockstep

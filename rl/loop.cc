@@ -1,4 +1,4 @@
-// One step, on one thread. An arrow is a record; a stage is a function from one record to the next.
+// One step, on one thread of each rank. An arrow is a record; a stage is a function from one record to the next.
 //
 //   task ──Prompt──▶ rollout ──Trajectory──▶ reward ──Group──▶ advantage ──TrainSample──▶ actor
 //    │                  ▲     tokens, log-      score,           [R] floats                 │ forward, loss, backward,
@@ -9,6 +9,9 @@
 // There are no queues: P * n trajectories are made, then all are trained on, so every token is of the version that is trained
 // (lag 0) and nothing waits for anything but the stage before it. Sampler and trainer read the same weights; the step checks that
 // they also computed the same log-probs, bit for bit, for every token that is trained.
+//
+// Many ranks: rollout and actor each share their work and hand everything to everyone, so that the stages between see whole
+// steps on every rank, and what they compute is the same everywhere. Only rank 0 writes.
 
 #include "rl/loop.h"
 
@@ -25,6 +28,7 @@
 #include "rl/checkpoint.h"
 #include "rl/diagnose.h"
 #include "rl/metrics.h"
+#include "rl/peers.h"
 #include "rl/sampling.h"
 
 namespace lockstep {
@@ -71,13 +75,16 @@ std::string trajectory_json(const Group& group, const Trajectory& t) {
 
 class Loop {
  public:
-  Loop(const LoopConfig& config, const Hooks& hooks) : config_(config), hooks_(hooks) {}
+  Loop(const LoopConfig& config, const Hooks& hooks, RankWorld* world) : config_(config), hooks_(hooks), peers_(world) {}
 
   Status open(bool resume);
   Status run();
   LoopReport take_report() { return std::move(report_); }
 
  private:
+  Status load_inputs(int threads);
+  Status open_directory(bool resume);
+
   // Stages of a step, in order.
   Result<std::vector<Group>> rollout();
   void reward(std::vector<Group>& groups);
@@ -90,25 +97,46 @@ class Loop {
 
   std::string label(const char* stage) const { return fmt::format("step {}/{} {}", state_.step + 1, config_.run.steps, stage); }
   void write_timing(const JsonLine& line) { timing_ << line.str() << '\n' << std::flush; }
+  // What only rank 0 does; its error is that of all.
+  template <typename Write>
+  Status write(Purpose p, Write write) {
+    return peers_.agree(peers_.first() ? write() : Status::ok(), p);
+  }
+  Status same_weights() { return peers_.same(peers_.alone() ? 0 : checksum(policy_->actor().masters()), "weights"); }
+  // Seconds that each rank waited for others since the last call, transfers included.
+  std::vector<float> take_waits();
 
   const LoopConfig& config_;
   const Hooks& hooks_;
+  const Peers peers_;
   std::unique_ptr<Policy> policy_;
   std::unique_ptr<ReferencePolicy> reference_;  // only with a KL term
   std::unique_ptr<Task> task_;
   std::vector<Prompt> eval_problems_;
   std::string eval_name_;
-  std::unique_ptr<RunDir> dir_;
-  std::ofstream timing_;
+  std::unique_ptr<RunDir> dir_;  // of rank 0
+  std::ofstream timing_;         // likewise
   RunState state_;
   LoopReport report_;
   double logprob_seconds_ = 0;  // of this step: trainer forwards besides the one that is differentiated
 };
 
 Status Loop::open(bool resume) {
+  LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(config_.resolved), "settings"));
+  LOCKSTEP_RETURN_IF_ERROR(peers_.agree(load_inputs(peers_.threads(config_.run.threads)), "inputs"));
+  LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(state_.rows), "data rows"));
+  LOCKSTEP_RETURN_IF_ERROR(open_directory(resume));
+  LOCKSTEP_RETURN_IF_ERROR(same_weights());
+  task_->restore(state_.cursor);
+  report_.first_step = report_.last_step = state_.step;
+  hooks_.say(fmt::format("{}{} threads, {} numerics; {}", peers_.alone() ? "" : fmt::format("{} ranks of ", peers_.size()),
+                         policy_->context().num_threads(), numerics_name(config_.model.numerics), policy_->memory_report()));
+  return Status::ok();
+}
+
+Status Loop::load_inputs(int threads) {
   const LoopConfig& c = config_;
-  PolicyUse use{
-      .seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads), .sample = true, .train = true};
+  PolicyUse use{.seed = static_cast<uint64_t>(c.run.seed), .threads = threads, .sample = true, .train = true};
   const bool evaluates = c.run.eval_every > 0;
   use.engine.max_running = c.rollout.max_running;
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
@@ -116,6 +144,7 @@ Status Loop::open(bool resume) {
   use.optimizer = c.optimizer;
   if (use.optimizer.total_steps == 0) use.optimizer.total_steps = c.run.steps * c.train.steps_per_rollout;
   use.actor = {.max_tokens_per_microbatch = c.train.microbatch_tokens, .recompute = c.train.recompute};
+  use.ranks = peers_.group();
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (!policy) return policy.status();
   policy_ = policy.take();
@@ -140,18 +169,43 @@ Status Loop::open(bool resume) {
   }
 
   state_ = {.kind = "train", .step = 0, .seed = c.run.seed, .num_rows = task_->num_prompts(), .rows = rows, .cursor = {}};
-  Result<RunDir> dir = open_run(c.run.dir, resume, c.resolved, *policy_, state_, hooks_);
-  if (!dir) return dir.status();
-  dir_ = std::make_unique<RunDir>(dir.take());
-  task_->restore(state_.cursor);
-  LOCKSTEP_RETURN_IF_ERROR(make_directories(dir_->path() + "/evals"));
-  // Times are kept apart from metrics.jsonl, whose bytes do not depend on the machine.
-  timing_.open(dir_->path() + "/timing.jsonl", std::ios::app);
-  if (!timing_) return errno_status("cannot open", dir_->path() + "/timing.jsonl", errno);
-  report_.first_step = report_.last_step = state_.step;
-  hooks_.say(fmt::format("{} threads, {} numerics; {}", policy_->context().num_threads(), numerics_name(c.model.numerics),
-                         policy_->memory_report()));
   return Status::ok();
+}
+
+Status Loop::open_directory(bool resume) {
+  std::string checkpoint;  // that rank 0 resumed from
+  LOCKSTEP_RETURN_IF_ERROR(write("run directory", [&] {
+    Result<RunDir> dir = open_run(config_.run.dir, resume, config_.resolved, *policy_, state_, hooks_);
+    if (!dir) return dir.status();
+    dir_ = std::make_unique<RunDir>(dir.take());
+    LOCKSTEP_RETURN_IF_ERROR(make_directories(dir_->path() + "/evals"));
+    // Times are kept apart from metrics.jsonl, whose bytes do not depend on the machine.
+    timing_.open(dir_->path() + "/timing.jsonl", std::ios::app);
+    if (!timing_) return errno_status("cannot open", dir_->path() + "/timing.jsonl", errno);
+    Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(dir_->path());
+    if (!newest) return newest.status();
+    if (newest.value()) checkpoint = newest.value()->path;
+    return Status::ok();
+  }));
+  if (peers_.alone()) return Status::ok();
+  std::string state = run_state_json(state_);
+  peers_.group()->broadcast(&checkpoint, 0, "checkpoint");
+  peers_.group()->broadcast(&state, 0, "run state");
+  const Status followed = peers_.first() ? Status::ok() : follow_run(checkpoint, state, *policy_, state_);
+  LOCKSTEP_RETURN_IF_ERROR(peers_.agree(followed, "resume"));
+  return peers_.world()->record_in(config_.run.dir);
+}
+
+std::vector<float> Loop::take_waits() {
+  if (peers_.alone()) return {};
+  double waited_s = 0;
+  for (const auto& [name, traffic] : peers_.world()->traffic()) waited_s += traffic.wait_s;
+  peers_.world()->reset_traffic();
+  std::vector<float> all(static_cast<size_t>(peers_.size()));
+  float mine = static_cast<float>(waited_s);
+  peers_.group()->all_gather(policy_->context(), TensorView(all.data(), DType::f32, {peers_.size()}),
+                             TensorView(&mine, DType::f32, {1}), "waits");
+  return all;
 }
 
 Result<std::vector<Group>> Loop::rollout() {
@@ -170,7 +224,8 @@ Result<std::vector<Group>> Loop::rollout() {
     r.sampling.stop_ids = {policy_->tokenizer().eos_id()};
     requests.push_back(std::move(r));
   }
-  Result<std::vector<Completion>> completions = run_requests(policy_->engine(), requests, hooks_, label("rollout"));
+  Result<std::vector<Completion>> completions =
+      peers_.run(policy_->engine(), policy_->context(), requests, hooks_, label("rollout"));
   if (!completions) return completions.status();
   for (size_t i = 0; i < completions.value().size(); ++i) {
     Group& g = groups[i / static_cast<size_t>(o.samples_per_prompt)];
@@ -342,21 +397,25 @@ Status Loop::compare(std::span<const TrainSample> samples, std::span<const Token
 Status Loop::evaluate_now() {
   std::string records;
   Result<EvalReport> report = evaluate(*policy_, eval_problems_, config_.task.reward, config_.eval, hooks_,
-                                       fmt::format("step {} eval", state_.step), &records);
+                                       fmt::format("step {} eval", state_.step), &records, peers_);
   if (!report) return report.status();
   report_.eval_seconds += report.value().seconds;
-  LOCKSTEP_RETURN_IF_ERROR(atomic_write(fmt::format("{}/evals/{}.jsonl", dir_->path(), step_name(state_.step)), records));
-  Metrics metrics = report.value().values(eval_name_);
-  LOCKSTEP_RETURN_IF_ERROR(dir_->append_metrics(metrics_line(state_.step, metrics)));
-  write_timing(JsonLine().add("step", state_.step).add("perf/eval_time", report.value().seconds));
+  LOCKSTEP_RETURN_IF_ERROR(write("evaluation records", [&] {
+    LOCKSTEP_RETURN_IF_ERROR(atomic_write(fmt::format("{}/evals/{}.jsonl", dir_->path(), step_name(state_.step)), records));
+    LOCKSTEP_RETURN_IF_ERROR(dir_->append_metrics(metrics_line(state_.step, report.value().values(eval_name_))));
+    write_timing(JsonLine().add("step", state_.step).add("perf/eval_time", report.value().seconds));
+    return Status::ok();
+  }));
   hooks_.say(fmt::format("eval at step {}: {}", state_.step, report.value().str()));
   return Status::ok();
 }
 
 Status Loop::save() {
   const Stopwatch watch;
-  LOCKSTEP_RETURN_IF_ERROR(save_run(*dir_, *policy_, state_, config_.resolved, config_.run.keep_checkpoints));
-  report_.checkpoint = dir_->checkpoint_path(state_.step);
+  LOCKSTEP_RETURN_IF_ERROR(write("checkpoint", [&] {
+    report_.checkpoint = dir_->checkpoint_path(state_.step);
+    return save_run(*dir_, *policy_, state_, config_.resolved, config_.run.keep_checkpoints);
+  }));
   report_.save_seconds += watch.seconds();
   return Status::ok();
 }
@@ -381,11 +440,13 @@ Status Loop::run() {
     LOCKSTEP_RETURN_IF_ERROR(advantage(groups));
     const double reward_s = watch.lap();
     if (run.save_rollouts) {
-      std::string records;
-      for (const Group& g : groups) {
-        for (const Trajectory& t : g.trajectories) records += trajectory_json(g, t) + "\n";
-      }
-      LOCKSTEP_RETURN_IF_ERROR(dir_->write_rollouts(state_.step + 1, records));
+      LOCKSTEP_RETURN_IF_ERROR(write("rollout records", [&] {
+        std::string records;
+        for (const Group& g : groups) {
+          for (const Trajectory& t : g.trajectories) records += trajectory_json(g, t) + "\n";
+        }
+        return dir_->write_rollouts(state_.step + 1, records);
+      }));
     }
     const double record_s = watch.lap();
 
@@ -393,6 +454,7 @@ Status Loop::run() {
     metrics.emplace_back("rollout/step", static_cast<double>(state_.step + 1));
     add_rollout_metrics(metrics, groups);
     LOCKSTEP_RETURN_IF_ERROR(train(groups, metrics));
+    if (const Status same = same_weights(); !same) return errorf("step {}: {}", state_.step + 1, same.message());
     const double train_s = watch.lap();
 
     ++state_.step;
@@ -402,24 +464,27 @@ Status Loop::run() {
     report_.reward_seconds += reward_s;
     report_.train_seconds += train_s;
     report_.save_seconds += record_s;
-    LOCKSTEP_RETURN_IF_ERROR(dir_->append_metrics(metrics_line(state_.step, metrics)));
+    LOCKSTEP_RETURN_IF_ERROR(write("metrics", [&] { return dir_->append_metrics(metrics_line(state_.step, metrics)); }));
 
     const double rollout_rate = static_cast<double>(report_.rollout_tokens - rollout_before) / rollout_s;
     const double train_rate = static_cast<double>(report_.train_tokens - train_before) / train_s;
     const double step_s = watch.seconds();
-    write_timing(JsonLine()
-                     .add("step", state_.step)
-                     .add("perf/step_time", step_s)
-                     .add("perf/rollout_time", rollout_s)
-                     .add("perf/reward_time", reward_s)
-                     .add("perf/train_time", train_s)
-                     .add("perf/log_probs_time", logprob_seconds_)
-                     .add("perf/actor_train_time", train_s - logprob_seconds_)
-                     .add("perf/actor_forward_time", actor.forward_seconds() - forward_before)
-                     .add("perf/actor_backward_time", actor.backward_seconds() - backward_before)
-                     .add("perf/optimizer_time", actor.optimizer_seconds() - optimizer_before)
-                     .add("perf/rollout_tok_per_s", rollout_rate)
-                     .add("perf/actor_train_tok_per_s", train_rate));
+    const std::vector<float> waits = take_waits();
+    JsonLine timing;
+    timing.add("step", state_.step)
+        .add("perf/step_time", step_s)
+        .add("perf/rollout_time", rollout_s)
+        .add("perf/reward_time", reward_s)
+        .add("perf/train_time", train_s)
+        .add("perf/log_probs_time", logprob_seconds_)
+        .add("perf/actor_train_time", train_s - logprob_seconds_)
+        .add("perf/actor_forward_time", actor.forward_seconds() - forward_before)
+        .add("perf/actor_backward_time", actor.backward_seconds() - backward_before)
+        .add("perf/optimizer_time", actor.optimizer_seconds() - optimizer_before)
+        .add("perf/rollout_tok_per_s", rollout_rate)
+        .add("perf/actor_train_tok_per_s", train_rate);
+    if (!waits.empty()) timing.add("perf/wait_times", std::span<const float>(waits));
+    if (peers_.first()) write_timing(timing);
     const double left_s =
         whole.seconds() / static_cast<double>(state_.step - report_.first_step) * static_cast<double>(run.steps - state_.step);
     hooks_.say(
@@ -440,8 +505,8 @@ Status Loop::run() {
 
 }  // namespace
 
-Result<LoopReport> run_loop(const LoopConfig& config, bool resume, const Hooks& hooks) {
-  Loop loop(config, hooks);
+Result<LoopReport> run_loop(const LoopConfig& config, bool resume, const Hooks& hooks, RankWorld* world) {
+  Loop loop(config, hooks, world);
   LOCKSTEP_RETURN_IF_ERROR(loop.open(resume));
   hooks.begin();
   LOCKSTEP_RETURN_IF_ERROR(loop.run());

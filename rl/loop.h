@@ -1,5 +1,9 @@
 #pragma once
-// The reinforcement learning loop of one process: task -> rollout -> reward -> advantage -> train -> new version -> rollout.
+// The reinforcement learning loop: task -> rollout -> reward -> advantage -> train -> new version -> rollout.
+//
+// Of one process, or of many ranks with the same weights, which share each step's prompts and samples (data parallel). Rank 0 writes
+// the run directory. The samples drawn from given weights are the same for any number of ranks; gradients differ by the order in
+// which they are added, so a run repeats to the bit with as many ranks, and may be resumed with another number.
 
 #include <cstdint>
 #include <functional>
@@ -7,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "parallel/collective.h"
 #include "rl/evaluate.h"
 #include "rl/hooks.h"
 #include "rl/policy.h"
@@ -73,6 +78,8 @@ struct LoopReport {
   std::string checkpoint;  // the newest complete one
 };
 
-Result<LoopReport> run_loop(const LoopConfig& config, bool resume, const Hooks& hooks);
+// `world` is null for one process alone; otherwise all its ranks call this with the same arguments, hooks aside, and errors are the
+// same on all. Flight records go to the run directory.
+Result<LoopReport> run_loop(const LoopConfig& config, bool resume, const Hooks& hooks, RankWorld* world = nullptr);
 
 }  // namespace lockstep

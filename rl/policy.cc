@@ -157,7 +157,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   p->model_.weights = p->weights_.get();
   p->model_.rope = make_rope_tables(p->config_, use.engine.max_context, *p->rope_arena_);
   if (use.train) {
-    p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, use.actor);
+    p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, use.actor, use.ranks);
     LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, p->config_, p->weights_->table(), use.seed, p->actor_->masters()));
     p->actor_->publish();
   } else {
@@ -200,7 +200,7 @@ Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, c
   std::unique_ptr<ReferencePolicy> r(new ReferencePolicy);
   r->arena_ = std::make_unique<Arena>("reference weights", kArenaReserve);
   r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, *r->arena_);
-  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, use.actor);
+  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, use.actor, use.ranks);
   LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, policy.config(), r->weights_->table(), use.seed, r->actor_->masters()));
   r->actor_->publish();
   return r;

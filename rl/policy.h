@@ -33,6 +33,7 @@ struct PolicyUse {
   bool train = false;         // make an actor
   OptimizerConfig optimizer = {};
   ActorOptions actor = {};
+  RankGroup* ranks = nullptr;  // that train together; null: alone
 };
 
 class Policy {

@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <type_traits>
 
 #include "core/log.h"
 #include "io/file.h"
@@ -133,6 +134,8 @@ struct Actor::Impl {
   std::vector<SequenceRows> rows;
   std::vector<int32_t> page_ids;  // 0, 1, 2, ...: sequences take consecutive pieces
 
+  RankGroup* const ranks;  // null: alone
+
   double forward_seconds = 0, backward_seconds = 0, optimizer_seconds = 0;
 
   // The head's side of a micro-batch: response rows of all its samples, in order.
@@ -142,12 +145,12 @@ struct Actor::Impl {
     TensorView logprob, lse, entropy;  // [R]
   };
 
-  Impl(Context& c, Weights& w, const RopeTables& rope, const OptimizerConfig& o, const ActorOptions& a)
+  Impl(Context& c, Weights& w, const RopeTables& rope, const OptimizerConfig& o, const ActorOptions& a, RankGroup* ranks)
       : c(c), weights(w), optimizer_config(o), options(a),
         master_arena("masters", tensor_set_bytes(w.table(), [](const TensorSpec&) { return true; })),
         gradient_arena("gradients", tensor_set_bytes(w.table(), [&](const TensorSpec& s) { return is_trained(s, o); })),
         state_arena("training state", kStepReserve), step_arena("training step", kStepReserve), optimizer(w.table(), o),
-        builder(w.config(), default_page_tokens(w.config())) {
+        builder(w.config(), default_page_tokens(w.config())), ranks(ranks) {
     CHECK(a.max_tokens_per_microbatch > 0, "a micro-batch of {} tokens", a.max_tokens_per_microbatch);
     model.weights = &weights;
     model.rope = rope;
@@ -248,17 +251,135 @@ struct Actor::Impl {
     backward(c, model, batch, *pool, saved, dhidden, gradients);
   }
 
-  // The samples that `keep` accepts, by micro-batch: places in `samples`, which run in canonical order.
+  int rank() const { return ranks == nullptr ? 0 : ranks->rank(); }
+  int num_ranks() const { return ranks == nullptr ? 1 : ranks->size(); }
+
+  // The samples that `keep` accepts, by the rank that works on them: places in `samples`, in canonical order.
+  using Shares = std::vector<std::vector<int32_t>>;
   template <typename Keep>
-  std::vector<MicroBatch> pack_samples(std::span<const TrainSample> samples, Keep keep) const {
+  Shares share_samples(std::span<const TrainSample> samples, Keep keep) const {
     std::vector<int32_t> order = canonical_order(samples);
     std::erase_if(order, [&](int32_t i) { return !keep(samples[i]); });
     std::vector<int64_t> lengths;
     for (const int32_t i : order) lengths.push_back(trained_rows(samples[i]));
+    Shares shares = share_out(lengths, num_ranks());
+    for (std::vector<int32_t>& share : shares)
+      for (int32_t& i : share) i = order[i];
+    return shares;
+  }
+
+  // This rank's share by micro-batch.
+  std::vector<MicroBatch> pack_own(std::span<const TrainSample> samples, const Shares& shares) const {
+    const std::vector<int32_t>& own = shares[static_cast<size_t>(rank())];
+    std::vector<int64_t> lengths;
+    for (const int32_t i : own) lengths.push_back(trained_rows(samples[i]));
     std::vector<MicroBatch> micro_batches = pack(lengths, options.max_tokens_per_microbatch);
     for (MicroBatch& m : micro_batches)
-      for (int32_t& i : m.samples) i = order[i];
+      for (int32_t& i : m.samples) i = own[i];
     return micro_batches;
+  }
+
+  // Every rank's rows to all: [sum of `rows`, width], rank by rank, of which `fill` writes the own ones. Taken from the step
+  // arena.
+  template <typename T, typename Fill>
+  const T* gather(DType dtype, const std::vector<int64_t>& rows, int64_t width, Purpose p, Fill fill) {
+    const TensorView all =
+        step_arena.tensor(dtype, {std::accumulate(rows.begin(), rows.end(), int64_t{0}), width}, "what all ranks computed");
+    const int64_t first = std::accumulate(rows.begin(), rows.begin() + rank(), int64_t{0});
+    T* own = all.ptr<T>() + first * width;
+    fill(own);
+    ranks->all_gather(c, all, TensorView(own, dtype, {rows[static_cast<size_t>(rank())], width}), rows, p);
+    return all.ptr<T>();
+  }
+
+  // After every rank has filled in its share: the log-probs and entropies of all shares.
+  void gather_logprobs(std::span<const TrainSample> samples, const Shares& shares, std::vector<TokenLogprobs>& result) {
+    if (ranks == nullptr) return;
+    const ArenaScope scope(step_arena);
+    std::vector<int64_t> rows;
+    for (const std::vector<int32_t>& share : shares) {
+      rows.push_back(0);
+      for (const int32_t i : share) rows.back() += samples[i].response_length();
+    }
+    const float* from = gather<float>(DType::f32, rows, 2, "log-probs", [&](float* own) {
+      for (const int32_t i : shares[static_cast<size_t>(rank())]) {
+        for (size_t t = 0; t < result[i].logprob.size(); ++t) {
+          *own++ = result[i].logprob[t];
+          *own++ = result[i].entropy[t];
+        }
+      }
+    });
+    for (const std::vector<int32_t>& share : shares) {
+      for (const int32_t i : share) {
+        const auto n = static_cast<size_t>(samples[i].response_length());
+        result[i].logprob.resize(n);
+        result[i].entropy.resize(n);
+        for (size_t t = 0; t < n; ++t) {
+          result[i].logprob[t] = *from++;
+          result[i].entropy[t] = *from++;
+        }
+      }
+    }
+  }
+
+  void gather_sums(const Shares& shares, std::span<LossSums> sums) {
+    if (ranks == nullptr) return;
+    constexpr int64_t kWidth = sizeof(LossSums) / sizeof(double);
+    static_assert(sizeof(LossSums) == kWidth * sizeof(double) && std::is_trivially_copyable_v<LossSums>);
+    const ArenaScope scope(step_arena);
+    std::vector<int64_t> rows;
+    for (const std::vector<int32_t>& share : shares) rows.push_back(static_cast<int64_t>(share.size()));
+    const double* from = gather<double>(DType::f64, rows, kWidth, "loss sums", [&](double* own) {
+      for (const int32_t i : shares[static_cast<size_t>(rank())]) {
+        std::memcpy(own, &sums[i], sizeof(LossSums));
+        own += kWidth;
+      }
+    });
+    for (const std::vector<int32_t>& share : shares) {
+      for (const int32_t i : share) {
+        std::memcpy(static_cast<void*>(&sums[i]), from, sizeof(LossSums));
+        from += kWidth;
+      }
+    }
+  }
+
+  // Gradients of all ranks added up in rank order, on every rank. Small tensors travel together: what a tiny one costs is the
+  // wait.
+  void sum_gradients() {
+    if (ranks == nullptr) return;
+    constexpr int64_t kTogether = int64_t{1} << 18;  // elements
+    const ArenaScope scope(step_arena);
+    const TensorView bucket = step_arena.tensor(DType::f32, {kTogether}, "gradients on their way");
+    std::vector<TensorView> inside;
+    int64_t filled = 0;
+    const auto empty_bucket = [&] {
+      if (inside.empty()) return;
+      float* at = bucket.ptr<float>();
+      for (const TensorView& g : inside) {
+        std::memcpy(at, g.data, g.bytes());
+        at += g.shape.elements();
+      }
+      ranks->all_reduce(c, TensorView(bucket.data, DType::f32, {filled}), "gradients");
+      at = bucket.ptr<float>();
+      for (const TensorView& g : inside) {
+        std::memcpy(g.data, at, g.bytes());
+        at += g.shape.elements();
+      }
+      inside.clear();
+      filled = 0;
+    };
+    for (const TensorView& g : gradients.set.views) {
+      if (g.empty()) continue;
+      const int64_t n = g.shape.elements();
+      if (n > kTogether) {
+        ranks->all_reduce(c, g, "gradients");
+        continue;
+      }
+      if (filled + n > kTogether) empty_bucket();
+      inside.push_back(g);
+      filled += n;
+    }
+    empty_bucket();
   }
 
   Counters counters() const { return {optimizer.steps_applied(), optimizer.skipped_in_a_row(), weights.version()}; }
@@ -275,8 +396,9 @@ struct Actor::Impl {
   }
 };
 
-Actor::Actor(Context& c, Weights& weights, const RopeTables& rope, const OptimizerConfig& optimizer, const ActorOptions& options)
-    : impl_(std::make_unique<Impl>(c, weights, rope, optimizer, options)) {}
+Actor::Actor(Context& c, Weights& weights, const RopeTables& rope, const OptimizerConfig& optimizer, const ActorOptions& options,
+             RankGroup* ranks)
+    : impl_(std::make_unique<Impl>(c, weights, rope, optimizer, options, ranks)) {}
 
 Actor::~Actor() = default;
 
@@ -294,7 +416,8 @@ void Actor::publish() { impl_->weights.load(impl_->c, impl_->masters, std::max<i
 std::vector<TokenLogprobs> Actor::logprobs(std::span<const TrainSample> samples) {
   check_samples(samples);
   std::vector<TokenLogprobs> result(samples.size());
-  for (const MicroBatch& micro : impl_->pack_samples(samples, [](const TrainSample&) { return true; })) {
+  const Impl::Shares shares = impl_->share_samples(samples, [](const TrainSample&) { return true; });
+  for (const MicroBatch& micro : impl_->pack_own(samples, shares)) {
     const ArenaScope step_scope(impl_->step_arena), workspace_scope(*impl_->c.workspace);
     const Impl::HeadRows h = impl_->run_forward(samples, micro, nullptr);
     const float *logprob = h.logprob.ptr<float>(), *entropy = h.entropy.ptr<float>();
@@ -306,6 +429,7 @@ std::vector<TokenLogprobs> Actor::logprobs(std::span<const TrainSample> samples)
       entropy += n;
     }
   }
+  impl_->gather_logprobs(samples, shares, result);
   return result;
 }
 
@@ -325,13 +449,16 @@ Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const Loss
   const auto has_trained_token = [](const TrainSample& s) {
     return std::any_of(s.mask.begin(), s.mask.end(), [](uint8_t m) { return m != 0; });
   };
-  const std::vector<MicroBatch> micro_batches = a.pack_samples(samples, has_trained_token);
+  const Impl::Shares shares = a.share_samples(samples, has_trained_token);
+  const std::vector<MicroBatch> micro_batches = a.pack_own(samples, shares);
+  int64_t num_micro_batches = static_cast<int64_t>(micro_batches.size());
+  if (a.ranks != nullptr) a.ranks->all_reduce(std::span(&num_micro_batches, 1), Reduction::sum, "micro-batches");
 
   StepMetrics metrics;
   const auto put = [&](const char* name, double value) { metrics.values.emplace_back(name, value); };
   put("tokens", static_cast<double>(d.num_tokens));
-  put("microbatches", static_cast<double>(micro_batches.size()));
-  if (micro_batches.empty()) {
+  put("microbatches", static_cast<double>(num_micro_batches));
+  if (num_micro_batches == 0) {
     log_warn("actor: none of {} samples has a trained token; step skipped", samples.size());
     metrics.skipped = true;
     put("skipped", 1);
@@ -341,7 +468,13 @@ Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const Loss
   std::vector<LossSums> sums(samples.size());
   zero_gradients(a.c, a.gradients);
   for (const MicroBatch& micro : micro_batches) a.run_micro_batch(samples, micro, d, loss, sums, seen);
-  if (accept) LOCKSTEP_RETURN_IF_ERROR(accept());
+  a.gather_sums(shares, sums);
+  if (seen != nullptr) a.gather_logprobs(samples, shares, *seen);
+  if (accept) {
+    const Status accepted = accept();
+    LOCKSTEP_RETURN_IF_ERROR(a.ranks == nullptr ? accepted : a.ranks->agree(accepted, "accept"));
+  }
+  a.sum_gradients();
   LossSums total;  // in canonical order, whatever the packing was
   for (const int32_t i : canonical_order(samples)) total.add(sums[i]);
 

@@ -4,6 +4,11 @@
 //
 // Memory: masters, gradients and moments in arenas of the actor; activations in a step arena. After the first step of the largest size nothing
 // grows. Weights (shared with the sampler on one machine) change only inside optimizer_step and load.
+//
+// Ranks: actors with the same weights may train together. All of them call step() and logprobs() with the same arguments; each runs
+// forward and backward of its share of the samples, and all get the same results. Denominators are counted over all samples,
+// gradients are summed in rank order, and every rank takes the same optimizer step. Results are those of one actor alone, but
+// for the order in which gradients are added.
 
 #include <functional>
 #include <memory>
@@ -13,6 +18,7 @@
 
 #include "core/context.h"
 #include "model/stack.h"
+#include "parallel/collective.h"
 #include "train/types.h"
 
 namespace lockstep {
@@ -30,7 +36,9 @@ struct StepMetrics {
 class Actor {
  public:
   // `weights` is written by this actor and read by anyone between steps; it must have been constructed for the same config.
-  Actor(Context& c, Weights& weights, const RopeTables& rope, const OptimizerConfig& optimizer, const ActorOptions& options);
+  // `ranks` (null: this actor is alone) outlives it.
+  Actor(Context& c, Weights& weights, const RopeTables& rope, const OptimizerConfig& optimizer, const ActorOptions& options,
+        RankGroup* ranks = nullptr);
   ~Actor();
 
   void initialize(uint64_t seed);                   // random masters; version 0
@@ -43,7 +51,7 @@ class Actor {
   // One optimizer step on all samples: every micro-batch forward, loss, backward; then clip, AdamW, weights version + 1.
   // `seen` (may be null) receives the log-probs that the training forward computed, by sample (NaN for samples without a trained token). `accept` (may be
   // empty) is asked once they are all there and nothing has been changed yet: an exact run compares them with the sampler's. Its error ends the step,
-  // with masters, moments and weights as they were.
+  // with masters, moments and weights as they were. Of many ranks, an error of one is an error of all.
   // Other error: max_skipped non-finite steps in a row.
   Result<StepMetrics> step(std::span<const TrainSample> samples, const LossConfig& loss, std::vector<TokenLogprobs>* seen,
                            const std::function<Status()>& accept = {});

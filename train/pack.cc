@@ -28,6 +28,22 @@ std::vector<MicroBatch> pack(std::span<const int64_t> rows, int64_t max_rows) {
   return batches;
 }
 
+std::vector<std::vector<int32_t>> share_out(std::span<const int64_t> rows, int parts) {
+  CHECK_GT(parts, 0);
+  std::vector<int32_t> order(rows.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return rows[a] > rows[b]; });
+  std::vector<std::vector<int32_t>> shares(static_cast<size_t>(parts));
+  std::vector<int64_t> load(shares.size(), 0);
+  for (const int32_t i : order) {
+    const auto lightest = std::min_element(load.begin(), load.end());
+    *lightest += rows[i];
+    shares[static_cast<size_t>(lightest - load.begin())].push_back(i);
+  }
+  for (std::vector<int32_t>& share : shares) std::sort(share.begin(), share.end());
+  return shares;
+}
+
 std::vector<int32_t> canonical_order(std::span<const TrainSample> samples) {
   std::vector<int32_t> order(samples.size());
   std::iota(order.begin(), order.end(), 0);

@@ -61,6 +61,33 @@ TEST(Pack, KeepsEveryTokenExactlyOnceWithinTheBudget) {
   }
 }
 
+TEST(Pack, SharesHoldEverySampleOnceAndAreEven) {
+  EXPECT_EQ(share_out(std::vector<int64_t>{5, 3, 3, 9, 1}, 2), (std::vector<std::vector<int32_t>>{{3, 4}, {0, 1, 2}}));
+  EXPECT_EQ(share_out(std::vector<int64_t>{5}, 3), (std::vector<std::vector<int32_t>>{{0}, {}, {}}));
+  Philox rng(8, RngPurpose::test);
+  for (int trial = 0; trial < 200; ++trial) {
+    std::vector<int64_t> rows(rng.below(60));
+    for (int64_t& r : rows) r = 1 + rng.below(40);
+    const int parts = 1 + static_cast<int>(rng.below(8));
+    const auto shares = share_out(rows, parts);
+    ASSERT_EQ(shares.size(), static_cast<size_t>(parts));
+    std::vector<int> seen(rows.size(), 0);
+    std::vector<int64_t> load;
+    for (const auto& share : shares) {
+      EXPECT_TRUE(std::is_sorted(share.begin(), share.end()));
+      load.push_back(0);
+      for (const int32_t i : share) {
+        ++seen[static_cast<size_t>(i)];
+        load.back() += rows[static_cast<size_t>(i)];
+      }
+    }
+    EXPECT_EQ(seen, std::vector<int>(rows.size(), 1));
+    // Before it took its last sample the fullest part was no fuller than any other.
+    const auto [low, high] = std::minmax_element(load.begin(), load.end());
+    EXPECT_LE(*high - *low, rows.empty() ? 0 : *std::max_element(rows.begin(), rows.end()));
+  }
+}
+
 TEST(Pack, LastTokenOfASequenceIsNotRun) {
   TrainSample s;
   s.tokens = {5, 6, 7, 8};

@@ -1,0 +1,104 @@
+#include "rl/peers.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <numeric>
+#include <thread>
+
+#include <xxhash.h>
+
+#include "parallel/grid.h"
+#include "rl/sampling.h"
+
+namespace lockstep {
+
+namespace {
+
+// Completions as words: number of tokens, reason, tokens, log-probs, versions. Which sample one belongs to follows from its place.
+void append_words(std::vector<int32_t>& words, const Completion& c) {
+  words.push_back(static_cast<int32_t>(c.tokens.size()));
+  words.push_back(static_cast<int32_t>(c.reason));
+  words.insert(words.end(), c.tokens.begin(), c.tokens.end());
+  for (const float l : c.logprobs) words.push_back(std::bit_cast<int32_t>(l));
+  words.insert(words.end(), c.versions.begin(), c.versions.end());
+}
+
+const int32_t* read_words(const int32_t* at, Completion* c) {
+  const auto n = static_cast<size_t>(*at++);
+  c->reason = static_cast<FinishReason>(*at++);
+  c->tokens.assign(at, at + n);
+  at += n;
+  c->logprobs.resize(n);
+  std::memcpy(c->logprobs.data(), at, n * sizeof(float));
+  at += n;
+  c->versions.assign(at, at + n);
+  return at + n;
+}
+
+}  // namespace
+
+Status Peers::agree(const Status& mine, Purpose p) const { return alone() ? mine : world_->all().agree(mine, p); }
+
+Status Peers::same(uint64_t value, const char* what) const {
+  if (alone()) return Status::ok();
+  std::vector<int64_t> all(static_cast<size_t>(size()));
+  const auto mine = std::bit_cast<int64_t>(value);
+  world_->all().all_gather(std::span(all), std::span(&mine, 1), "comparison");
+  const auto other = std::find_if(all.begin(), all.end(), [&](int64_t v) { return v != all.front(); });
+  if (other == all.end()) return Status::ok();
+  return errorf("rank {} has other {} than rank 0 (checksums {:016x} and {:016x})", other - all.begin(), what,
+                std::bit_cast<uint64_t>(*other), std::bit_cast<uint64_t>(all.front()));
+}
+
+int Peers::threads(int64_t asked) const {
+  if (alone() || asked > 0) return static_cast<int>(asked);
+  std::vector<int64_t> hosts(static_cast<size_t>(size()));
+  const auto mine = std::bit_cast<int64_t>(checksum(this_process().host));
+  world_->all().all_gather(std::span(hosts), std::span(&mine, 1), "hosts");
+  const auto neighbours = std::count(hosts.begin(), hosts.end(), mine);
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency() / neighbours));
+}
+
+Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
+                                           const std::string& label) const {
+  const Range own = part_of(static_cast<int64_t>(requests.size()), size(), rank());
+  const auto share = requests.subspan(static_cast<size_t>(own.begin), static_cast<size_t>(own.size()));
+  Result<std::vector<Completion>> mine = run_requests(engine, share, hooks, label);
+  if (alone()) return mine;
+  LOCKSTEP_RETURN_IF_ERROR(agree(mine.status(), "rollout"));
+
+  std::vector<int32_t> words;
+  for (const Completion& done : mine.value()) append_words(words, done);
+  std::vector<int64_t> counts(static_cast<size_t>(size()));
+  const auto count = static_cast<int64_t>(words.size());
+  world_->all().all_gather(std::span(counts), std::span(&count, 1), "completions");
+  const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  std::vector<int32_t> all(static_cast<size_t>(total));
+  world_->all().all_gather(c, TensorView(all.data(), DType::i32, {total}), TensorView(words.data(), DType::i32, {count}), counts,
+                           "completions");
+
+  std::vector<Completion> completions;
+  const int32_t* at = all.data();
+  for (const Request& r : requests) {
+    for (int32_t s = 0; s < r.num_samples; ++s) {
+      Completion& done = completions.emplace_back();
+      done.prompt_id = r.prompt_id;
+      done.sample_idx = r.first_sample + s;
+      at = read_words(at, &done);
+    }
+  }
+  CHECK(at == all.data() + total, "{} words of completions, {} were read", total, at - all.data());
+  return completions;
+}
+
+uint64_t checksum(const TensorSet& tensors) {
+  uint64_t sum = 0;
+  for (const TensorView& v : tensors.views)
+    if (!v.empty()) sum = XXH64(v.data, v.bytes(), sum);
+  return sum;
+}
+
+uint64_t checksum(const std::string& text) { return XXH64(text.data(), text.size(), 0); }
+
+}  // namespace lockstep

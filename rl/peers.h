@@ -1,0 +1,49 @@
+#pragma once
+// The ranks of one run as the loop sees them: each samples and trains its share, and all know all results. Every operation here is
+// called by all of them in the same order. Alone, nothing is communicated.
+//
+// Whatever a rank computes from gathered records is the same on all, so those stages need no agreement; what touches the world
+// outside (files, the engine's limits) is agreed upon before anyone goes on.
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "model/weights.h"
+#include "parallel/collective.h"
+#include "rl/hooks.h"
+#include "rollout/engine.h"
+
+namespace lockstep {
+
+class Peers {
+ public:
+  Peers() = default;  // alone
+  explicit Peers(RankWorld* world) : world_(world != nullptr && world->size() > 1 ? world : nullptr) {}
+
+  bool alone() const { return world_ == nullptr; }
+  int rank() const { return alone() ? 0 : world_->rank(); }
+  int size() const { return alone() ? 1 : world_->size(); }
+  bool first() const { return rank() == 0; }  // writes the run directory
+  RankWorld* world() const { return world_; }                            // null: alone
+  RankGroup* group() const { return alone() ? nullptr : &world_->all(); }  // null: alone
+
+  Status agree(const Status& mine, Purpose p) const;
+  // An error that names the first rank whose `value` is not that of rank 0. `what` is a plural: "weights".
+  Status same(uint64_t value, const char* what) const;
+  // CPU threads for this rank, of `asked`; 0 asks for one a core, of which the ranks of a host get equal parts.
+  int threads(int64_t asked) const;
+  // As run_requests, whose completions do not depend on what else an engine does: every rank runs its contiguous part of
+  // `requests`, which are by ascending prompt id, and all get all completions.
+  Result<std::vector<Completion>> run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
+                                      const std::string& label) const;
+
+ private:
+  RankWorld* world_ = nullptr;
+};
+
+uint64_t checksum(const TensorSet& tensors);
+uint64_t checksum(const std::string& text);
+
+}  // namespace lockstep
