@@ -14,17 +14,12 @@
 #include "rl/arithmetic.h"
 #include "rl/loop.h"
 #include "rl/sft.h"
+#include "tests/tiny_run.h"
 
 namespace lockstep {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string contents(const std::string& path) {
-  Result<std::string> text = read_file(path);
-  EXPECT_TRUE(text.is_ok()) << (text ? "" : text.message());
-  return text ? text.take() : "";
-}
 
 class Resume : public ::testing::Test {
  protected:
@@ -32,60 +27,12 @@ class Resume : public ::testing::Test {
     root_ = fs::temp_directory_path() /
             fmt::format("lockstep_resume_{}_{}", ::testing::UnitTest::GetInstance()->current_test_info()->name(), ::getpid());
     fs::create_directories(root_);
-    ModelConfig m;
-    m.vocab_size = ByteTokenizer::kFirstByte + static_cast<int64_t>(kArithmeticAlphabet.size());
-    m.hidden_size = 32;
-    m.num_heads = 4;
-    m.head_dim = 16;
-    m.rope_dim = 8;
-    m.q_rank = 16;
-    m.o_groups = 2;
-    m.o_rank = 16;
-    m.window = 5;
-    m.index_heads = 2;
-    m.index_head_dim = 16;
-    m.index_topk = 2;
-    m.num_experts = 4;
-    m.experts_per_token = 2;
-    m.expert_dim = 16;
-    m.swiglu_limit = 10.0f;
-    m.sinkhorn_iters = 4;
-    m.max_positions = 64;
-    m.initializer_range = 0.1f;
-    m.layers = {{AttentionKind::swa, 0, true}, {AttentionKind::csa, 4, false}, {AttentionKind::hca, 8, false}};
-    ASSERT_TRUE(atomic_write(path("config.json"), model_config_json(m)).is_ok());
-    ASSERT_TRUE(ByteTokenizer(std::string(kArithmeticAlphabet)).save(root_).is_ok());
-    const ArithmeticOptions options{.seed = 5, .difficulty_min = 1, .difficulty_max = 1, .families = {ArithmeticFamily::add}};
-    Result<std::vector<ArithmeticItem>> items = make_arithmetic_set(options, ArithmeticSplit::train, 25);
-    ASSERT_TRUE(items.is_ok());
-    ASSERT_TRUE(write_arithmetic_prompts(path("train.jsonl"), std::span(items.value()).first(15)).is_ok());
-    ASSERT_TRUE(write_arithmetic_prompts(path("eval.jsonl"), std::span(items.value()).subspan(15)).is_ok());
-    ASSERT_TRUE(write_arithmetic_examples(path("sft.jsonl"), items.value()).is_ok());
+    make_tiny_task(root_);
   }
   void TearDown() override { fs::remove_all(root_); }
   std::string path(const std::string& name) const { return root_ / name; }
 
-  LoopConfig loop_config(const std::string& run, int64_t steps) const {
-    LoopConfig c;
-    c.run = {.dir = path(run),
-             .seed = 7,
-             .threads = 1,
-             .steps = steps,
-             .checkpoint_every = 30,
-             .keep_checkpoints = 10,
-             .eval_every = 20,
-             .save_rollouts = true};
-    c.model = {.config = path("config.json"), .init = "random", .tokenizer = path(""), .numerics = Numerics::bf16};
-    c.task = {
-        .train_file = path("train.jsonl"), .eval_file = path("eval.jsonl"), .reward = RewardKind::math, .max_prompt_tokens = 16};
-    c.rollout.prompts_per_step = 2;
-    c.rollout.samples_per_prompt = 4;
-    c.rollout.max_new_tokens = 6;
-    c.train.loss.entropy_coef = 0.01f;  // random weights earn no reward; this gives every step a gradient
-    c.optimizer.freeze_router = false;
-    c.eval = {.samples = 2, .problems = 4, .temperature = 1, .top_k = 0, .top_p = 1, .max_new_tokens = 6, .seed = 0};
-    return c;
-  }
+  LoopConfig loop_config(const std::string& run, int64_t steps) const { return tiny_loop_config(root_, run, steps); }
 
   LoopReport run(const LoopConfig& config, bool resume) {
     Result<LoopReport> report = run_loop(config, resume, Hooks());
@@ -93,25 +40,8 @@ class Resume : public ::testing::Test {
     return report ? report.take() : LoopReport();
   }
 
-  // Every file that does not measure time or speak of the way there.
-  std::vector<std::string> compared_files(const std::string& run, int64_t last_step) const {
-    std::vector<std::string> files = {"metrics.jsonl"};
-    for (const char* folder : {"rollouts", "evals"}) {
-      if (!fs::exists(path(run) + "/" + folder)) continue;
-      for (const auto& entry : fs::directory_iterator(path(run) + "/" + folder))
-        files.push_back(std::string(folder) + "/" + entry.path().filename().string());
-    }
-    for (const char* name : {"masters.safetensors", "optimizer.safetensors", "state.json", "config.json"}) {
-      files.push_back("checkpoints/" + step_name(last_step) + "/" + name);
-    }
-    std::sort(files.begin(), files.end());
-    return files;
-  }
-
   void expect_same_runs(const std::string& a, const std::string& b, int64_t last_step) const {
-    const std::vector<std::string> files = compared_files(a, last_step);
-    EXPECT_EQ(files, compared_files(b, last_step));
-    for (const std::string& f : files) EXPECT_TRUE(contents(path(a) + "/" + f) == contents(path(b) + "/" + f)) << f << " differs";
+    lockstep::expect_same_runs(path(a), path(b), last_step);
   }
 
   fs::path root_;

@@ -1,0 +1,248 @@
+// Ranks that share the prompts and samples of every step, against one process alone. Run by any number of ranks: all of them make
+// each run together, and rank 0 makes the same run alone beside it.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <set>
+
+#include <unistd.h>
+
+#include "io/json.h"
+#include "rl/peers.h"
+#include "tests/tiny_run.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+RankWorld* world = nullptr;
+
+bool first() { return world->rank() == 0; }
+
+class DataParallel : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string root = fs::temp_directory_path() / fmt::format("lockstep_dp_{}", ::getpid());
+    world->all().broadcast(&root, 0, "directory");
+    root_ = root;
+    if (first()) {
+      fs::create_directories(root_);
+      make_tiny_task(root_);
+    }
+    world->all().barrier("task");
+  }
+  void TearDown() override {
+    world->all().barrier("test");
+    if (first()) fs::remove_all(root_);
+  }
+  std::string path(const std::string& name) const { return root_ / name; }
+  LoopConfig loop_config(const std::string& run, int64_t steps) const { return tiny_loop_config(root_, run, steps); }
+
+  LoopReport run(const LoopConfig& config, bool resume, RankWorld* ranks) {
+    Result<LoopReport> report = run_loop(config, resume, Hooks(), ranks);
+    EXPECT_TRUE(report.is_ok()) << (report ? "" : report.message());
+    return report ? report.take() : LoopReport();
+  }
+
+  fs::path root_;
+};
+
+TEST_F(DataParallel, SamplesAndMetricsOfGivenWeightsAreThoseOfOneRank) {
+  LoopConfig config = loop_config("together", 1);
+  config.rollout.prompts_per_step = 5;  // unequal shares, and of evaluations too
+  config.eval.problems = 7;
+  const LoopReport together = run(config, false, world);
+  EXPECT_GT(together.compared_tokens, 0);
+  EXPECT_EQ(together.max_gap, 0);
+  if (!first()) return;
+  config.run.dir = path("alone");
+  const LoopReport alone = run(config, false, nullptr);
+  EXPECT_EQ(together.compared_tokens, alone.compared_tokens);
+  for (const char* file : {"/rollouts/step_000001.jsonl", "/evals/step_000000.jsonl"})
+    EXPECT_TRUE(contents(path("together") + file) == contents(path("alone") + file)) << file;
+
+  // Everything that is computed under the first weights, but for the order in which gradients are added and how samples are packed.
+  const std::set<std::string> other = {"train/grad_norm", "train/microbatches"};
+  const auto step_one = [&](const std::string& run) {
+    const std::string text = contents(path(run) + "/metrics.jsonl");
+    Result<JsonValue> line = parse_json(std::string_view(text).substr(text.find('\n') + 1));
+    EXPECT_TRUE(line.is_ok());
+    return line.take();
+  };
+  const JsonValue a = step_one("together"), b = step_one("alone");
+  ASSERT_EQ(a.members.size(), b.members.size());
+  int compared = 0;
+  for (const auto& [name, value] : a.members) {
+    if (other.contains(name)) continue;
+    ASSERT_NE(b.find(name), nullptr) << name;
+    EXPECT_EQ(value.text, b.find(name)->text) << name;
+    ++compared;
+  }
+  EXPECT_GT(compared, 40);
+}
+
+TEST_F(DataParallel, RunsRepeatAndResumeToTheBit) {
+  LoopConfig config = loop_config("straight", 6);
+  config.run.checkpoint_every = 3;
+  config.run.eval_every = 2;
+  config.rollout.prompts_per_step = 3;
+  config.train.steps_per_rollout = 2;
+  config.train.loss.kl = KlKind::k3;
+  config.train.loss.kl_coef = 0.05f;
+  EXPECT_EQ(run(config, false, world).max_gap, 0);
+  LoopConfig again = config;
+  again.run.dir = path("again");
+  run(again, false, world);
+
+  LoopConfig resumed = config;
+  resumed.run.dir = path("resumed");
+  resumed.run.steps = 4;
+  run(resumed, false, world);
+  if (first()) {
+    fs::remove(path("resumed/checkpoints/step_000004/COMPLETE"));
+    fs::copy(path("resumed"), path("fewer"), fs::copy_options::recursive);
+  }
+  resumed.run.steps = 6;
+  const LoopReport report = run(resumed, true, world);  // rank 0 is the first to look at the directory
+  EXPECT_EQ(report.first_step, 3);
+  EXPECT_EQ(report.last_step, 6);
+  if (!first()) return;
+  expect_same_runs(path("straight"), path("again"), 6);
+  expect_same_runs(path("straight"), path("resumed"), 6);
+  EXPECT_FALSE(contents(path("straight/checkpoints/step_000003/masters.safetensors")) ==
+               contents(path("straight/checkpoints/step_000006/masters.safetensors")))
+      << "the weights did move";
+
+  // The same checkpoint goes on with one rank: the next samples are the same.
+  LoopConfig fewer = resumed;
+  fewer.run.dir = path("fewer");
+  fewer.run.steps = 4;
+  EXPECT_EQ(run(fewer, true, nullptr).first_step, 3);
+  EXPECT_TRUE(contents(path("fewer/rollouts/step_000004.jsonl")) == contents(path("straight/rollouts/step_000004.jsonl")));
+}
+
+// f32 gradients of sums of some hundred terms, added in another order: each term's rounding is 6e-8 of it, and they do not all point
+// the same way. Losses are added by sample in either case, so they have the same bits.
+TEST_F(DataParallel, GradientsAndLossesInEveryModeAreThoseOfOneRank) {
+  PolicyOptions options = loop_config("", 0).model;
+  options.numerics = Numerics::f32;
+  PolicyUse use{.seed = 7, .threads = 1, .engine = {.max_context = 32}, .train = true};
+  use.optimizer.lr = 0;  // the weights stay
+  use.optimizer.freeze_router = false;
+  use.actor.max_tokens_per_microbatch = 40;
+  Result<std::unique_ptr<Policy>> alone = Policy::make(options, use);
+  use.ranks = &world->all();
+  Result<std::unique_ptr<Policy>> together = Policy::make(options, use);
+  ASSERT_TRUE(alone.is_ok() && together.is_ok());
+
+  std::vector<TrainSample> samples;
+  for (int i = 0; i < 11; ++i) {
+    TrainSample s;
+    s.index = i;
+    for (int t = 0; t < 4 + (5 * i) % 11; ++t) s.tokens.push_back(3 + (7 * i + 5 * t) % 20);
+    s.prompt_length = 2;
+    const auto n = static_cast<size_t>(s.response_length());
+    s.mask.assign(n, i == 4 ? 0 : 1);  // one sample has nothing to train
+    s.advantage.assign(n, 0.3f * static_cast<float>(i % 5) - 0.7f);
+    samples.push_back(std::move(s));
+  }
+  const std::vector<TokenLogprobs> one = alone.value()->actor().logprobs(samples), all = together.value()->actor().logprobs(samples);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    EXPECT_EQ(one[i].logprob, all[i].logprob);
+    EXPECT_EQ(one[i].entropy, all[i].entropy);
+  }
+
+  for (const Aggregation mode : {Aggregation::token_mean, Aggregation::seq_mean_token_mean, Aggregation::seq_mean_token_sum,
+                                 Aggregation::seq_mean_token_sum_norm, Aggregation::token_sum}) {
+    LossConfig loss;
+    loss.aggregation = mode;
+    loss.norm_length = 8;
+    loss.entropy_coef = 0.01f;
+    std::vector<TokenLogprobs> seen_one, seen_all;
+    Result<StepMetrics> a = alone.value()->actor().step(samples, loss, &seen_one);
+    Result<StepMetrics> b = together.value()->actor().step(samples, loss, &seen_all);
+    ASSERT_TRUE(a.is_ok() && b.is_ok());
+    for (size_t i = 0; i < samples.size(); ++i) {
+      if (i == 4) continue;
+      EXPECT_EQ(seen_one[i].logprob, seen_all[i].logprob);
+    }
+    for (const auto& [name, value] : a.value().values) {
+      if (name == "grad_norm" || name == "microbatches") continue;
+      const auto at = std::find_if(b.value().values.begin(), b.value().values.end(), [&](const auto& m) { return m.first == name; });
+      ASSERT_NE(at, b.value().values.end()) << name;
+      EXPECT_EQ(value, at->second) << name;
+    }
+    double difference = 0, whole = 0;
+    const TensorSet& x = alone.value()->actor().gradients().set;
+    const TensorSet& y = together.value()->actor().gradients().set;
+    for (size_t i = 0; i < x.views.size(); ++i) {
+      for (int64_t k = 0; k < (x.views[i].empty() ? 0 : x.views[i].shape.elements()); ++k) {
+        const double p = x.views[i].ptr<float>()[k], q = y.views[i].ptr<float>()[k];
+        difference += (p - q) * (p - q);
+        whole += p * p;
+      }
+    }
+    EXPECT_GT(whole, 0);
+    EXPECT_LE(std::sqrt(difference / whole), 1e-6) << "mode " << static_cast<int>(mode);
+    EXPECT_TRUE(Peers(world).same(checksum(y), "gradients").is_ok());
+  }
+}
+
+TEST_F(DataParallel, AnErrorOfOneRankIsAnErrorOfAll) {
+  LoopConfig config = loop_config("run", 1);
+  const int last = world->size() - 1;
+  if (world->rank() == last) config.task.train_file = path("missing.jsonl");
+  const Result<LoopReport> report = run_loop(config, false, Hooks(), world);
+  ASSERT_FALSE(report.is_ok());
+  EXPECT_NE(report.message().find("missing.jsonl"), std::string::npos) << report.message();
+  EXPECT_TRUE(last == 0 || report.message().starts_with(fmt::format("rank {}: ", last))) << report.message();
+  EXPECT_FALSE(fs::exists(path("run")));
+}
+
+TEST_F(DataParallel, RanksThatDifferAreNamed) {
+  const int last = world->size() - 1;
+  const Status same = Peers(world).same(world->rank() == last ? 1 : 2, "weights");
+  EXPECT_EQ(same.is_ok(), last == 0);
+  if (last == 0) return;
+  EXPECT_TRUE(same.message().starts_with(fmt::format("rank {} has other weights than rank 0", last))) << same.message();
+
+  LoopConfig config = loop_config("run", 1);
+  config.resolved = world->rank() == 0 ? "a" : "b";
+  const Result<LoopReport> report = run_loop(config, false, Hooks(), world);
+  ASSERT_FALSE(report.is_ok());
+  EXPECT_NE(report.message().find("other settings"), std::string::npos) << report.message();
+}
+
+}  // namespace
+}  // namespace lockstep
+
+int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  lockstep::Result<std::unique_ptr<lockstep::RankWorld>> started = lockstep::RankWorld::start({.deadline_s = 120});
+  if (!started) {
+    std::fprintf(stderr, "%s\n", started.message().c_str());
+    return 1;
+  }
+  std::unique_ptr<lockstep::RankWorld> world = started.take();
+  lockstep::world = world.get();
+  // One rank reports; the others name what failed.
+  ::testing::TestEventListeners& listeners = ::testing::UnitTest::GetInstance()->listeners();
+  struct Failures : ::testing::EmptyTestEventListener {
+    void OnTestPartResult(const ::testing::TestPartResult& r) override {
+      if (!r.failed()) return;
+      std::fprintf(stderr, "rank %d: %s:%d: %s\n", lockstep::world->rank(), r.file_name(), r.line_number(), r.message());
+    }
+  };
+  if (world->rank() != 0) {
+    delete listeners.Release(listeners.default_result_printer());
+    listeners.Append(new Failures);
+  }
+  const int result = RUN_ALL_TESTS();
+  const bool failed = world->all().any(result != 0, "result");
+  world->finish();
+  return failed ? 1 : 0;
+}
