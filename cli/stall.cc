@@ -22,7 +22,7 @@ int stall_command(const std::string& run_dir) {
   if (!records) return fail(kExitBadInput, records.status());
   int world = 0;
   for (const FlightRecord& r : records.value()) world = std::max(world, r.world);
-  std::printf("%s, records of %zu of %d ranks\n%s\n", directory.c_str(), records.value().size(), world,
+  std::printf("%s, records of %zu of %d ranks\n%s", directory.c_str(), records.value().size(), world,
               without_controls(diagnose(world, records.value()).text).c_str());
   return kExitOk;
 }

@@ -18,7 +18,10 @@ Result<ResolvedConfig> read_settings(const RunArgs& args) {
 }
 
 Status check_layout(const ParallelOptions& p, int ranks) {
-  const Layout wanted{.tp = static_cast<int>(p.tp), .pp = static_cast<int>(p.pp), .ep = static_cast<int>(p.ep), .dp = static_cast<int>(p.dp)};
+  const Layout wanted{.tp = static_cast<int>(p.tp),
+                      .pp = static_cast<int>(p.pp),
+                      .ep = static_cast<int>(p.ep),
+                      .dp = static_cast<int>(p.dp)};
   return resolve_layout(wanted, {.ranks = ranks}).status();
 }
 

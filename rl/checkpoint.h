@@ -41,8 +41,8 @@ Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const 
 Result<RunDir> open_run(const std::string& path, bool resume, const std::string& resolved, Policy& policy, RunState& state,
                         const Hooks& hooks);
 
-// What open_run did, on a rank that does not write: `checkpoint` and `state` are what the writing rank resumed from, the first empty
-// if from nothing.
+// What open_run did, on a rank that does not write: `checkpoint` and `state_json` are what the writing rank resumed from, the
+// first empty if from nothing.
 Status follow_run(const std::string& checkpoint, const std::string& state_json, Policy& policy, RunState& state);
 
 }  // namespace lockstep

@@ -15,7 +15,7 @@ namespace lockstep {
 
 namespace {
 
-// Completions as words: number of tokens, reason, tokens, log-probs, versions. Which sample one belongs to follows from its place.
+// Completions as words: number of tokens, reason, tokens, log-probs, versions. Whose one is follows from its place.
 void append_words(std::vector<int32_t>& words, const Completion& c) {
   words.push_back(static_cast<int32_t>(c.tokens.size()));
   words.push_back(static_cast<int32_t>(c.reason));
@@ -44,7 +44,7 @@ Status Peers::same(uint64_t value, const char* what) const {
   if (alone()) return Status::ok();
   std::vector<int64_t> all(static_cast<size_t>(size()));
   const auto mine = std::bit_cast<int64_t>(value);
-  world_->all().all_gather(std::span(all), std::span(&mine, 1), "comparison");
+  world_->all().all_gather(std::span(all), std::span(&mine, 1), what);
   const auto other = std::find_if(all.begin(), all.end(), [&](int64_t v) { return v != all.front(); });
   if (other == all.end()) return Status::ok();
   return errorf("rank {} has other {} than rank 0 (checksums {:016x} and {:016x})", other - all.begin(), what,

@@ -1,6 +1,6 @@
 #pragma once
-// The ranks of one run as the loop sees them: each samples and trains its share, and all know all results. Every operation here is
-// called by all of them in the same order. Alone, nothing is communicated.
+// The ranks of one run as the loop sees them: each samples and trains its share, and all know all results. Every operation here
+// is called by all of them in the same order. Alone, nothing is communicated.
 //
 // Whatever a rank computes from gathered records is the same on all, so those stages need no agreement; what touches the world
 // outside (files, the engine's limits) is agreed upon before anyone goes on.
@@ -30,7 +30,7 @@ class Peers {
   RankGroup* group() const { return alone() ? nullptr : &world_->all(); }  // null: alone
 
   Status agree(const Status& mine, Purpose p) const;
-  // An error that names the first rank whose `value` is not that of rank 0. `what` is a plural: "weights".
+  // An error that names the first rank whose `value` is not that of rank 0. `what` is a plural, and a literal: "weights".
   Status same(uint64_t value, const char* what) const;
   // CPU threads for this rank, of `asked`; 0 asks for one a core, of which the ranks of a host get equal parts.
   int threads(int64_t asked) const;

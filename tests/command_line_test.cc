@@ -105,4 +105,13 @@ TEST_F(CommandLine, DamagedWeightsAnswerNothing) {
   EXPECT_FALSE(fs::exists(path("out")));
 }
 
+TEST_F(CommandLine, Ranks) {
+  prepare();
+  expect(lockstep("train run.toml --set parallel.pp=2"), 2, "--set parallel.pp: parallel.pp is 2; not yet");
+  expect(lockstep("train run.toml --set parallel.dp=2"), 2, "tp 1 x pp 1 x dp 2 is 2 ranks, but 1 was started");
+  EXPECT_FALSE(fs::exists(path("run")));
+  expect(lockstep("train run.toml --set parallel.dp=1"), 0, "steps 0 to 1");
+  expect(lockstep("stall run"), 2, "run holds no flight records");
+}
+
 }  // namespace

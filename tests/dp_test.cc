@@ -65,7 +65,7 @@ TEST_F(DataParallel, SamplesAndMetricsOfGivenWeightsAreThoseOfOneRank) {
   for (const char* file : {"/rollouts/step_000001.jsonl", "/evals/step_000000.jsonl"})
     EXPECT_TRUE(contents(path("together") + file) == contents(path("alone") + file)) << file;
 
-  // Everything that is computed under the first weights, but for the order in which gradients are added and how samples are packed.
+  // Everything that is computed under the first weights, but for the order in which gradients are added and the packing.
   const std::set<std::string> other = {"train/grad_norm", "train/microbatches"};
   const auto step_one = [&](const std::string& run) {
     const std::string text = contents(path(run) + "/metrics.jsonl");
@@ -125,8 +125,8 @@ TEST_F(DataParallel, RunsRepeatAndResumeToTheBit) {
   EXPECT_TRUE(contents(path("fewer/rollouts/step_000004.jsonl")) == contents(path("straight/rollouts/step_000004.jsonl")));
 }
 
-// f32 gradients of sums of some hundred terms, added in another order: each term's rounding is 6e-8 of it, and they do not all point
-// the same way. Losses are added by sample in either case, so they have the same bits.
+// f32 gradients of sums of some hundred terms, added in another order: each term's rounding is 6e-8 of it, and they do not all
+// point the same way. Losses are added by sample in either case, so they have the same bits.
 TEST_F(DataParallel, GradientsAndLossesInEveryModeAreThoseOfOneRank) {
   PolicyOptions options = loop_config("", 0).model;
   options.numerics = Numerics::f32;
@@ -150,7 +150,8 @@ TEST_F(DataParallel, GradientsAndLossesInEveryModeAreThoseOfOneRank) {
     s.advantage.assign(n, 0.3f * static_cast<float>(i % 5) - 0.7f);
     samples.push_back(std::move(s));
   }
-  const std::vector<TokenLogprobs> one = alone.value()->actor().logprobs(samples), all = together.value()->actor().logprobs(samples);
+  const std::vector<TokenLogprobs> one = alone.value()->actor().logprobs(samples);
+  const std::vector<TokenLogprobs> all = together.value()->actor().logprobs(samples);
   for (size_t i = 0; i < samples.size(); ++i) {
     EXPECT_EQ(one[i].logprob, all[i].logprob);
     EXPECT_EQ(one[i].entropy, all[i].entropy);
@@ -172,8 +173,9 @@ TEST_F(DataParallel, GradientsAndLossesInEveryModeAreThoseOfOneRank) {
     }
     for (const auto& [name, value] : a.value().values) {
       if (name == "grad_norm" || name == "microbatches") continue;
-      const auto at = std::find_if(b.value().values.begin(), b.value().values.end(), [&](const auto& m) { return m.first == name; });
-      ASSERT_NE(at, b.value().values.end()) << name;
+      const auto& others = b.value().values;
+      const auto at = std::find_if(others.begin(), others.end(), [&](const auto& m) { return m.first == name; });
+      ASSERT_NE(at, others.end()) << name;
       EXPECT_EQ(value, at->second) << name;
     }
     double difference = 0, whole = 0;

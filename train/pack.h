@@ -22,8 +22,8 @@ std::vector<MicroBatch> pack(std::span<const int64_t> rows, int64_t max_rows);
 
 inline int64_t trained_rows(const TrainSample& sample) { return static_cast<int64_t>(sample.tokens.size()) - 1; }
 
-// Which part works on which samples: longest first, each to the part with the fewest rows so far (ties: the first of them). Places
-// in `rows`, ascending within a part. One part has them all.
+// Which part works on which samples: longest first, each to the part with the fewest rows so far (ties: the first of them).
+// Places in `rows`, ascending within a part. One part has them all.
 std::vector<std::vector<int32_t>> share_out(std::span<const int64_t> rows, int parts);
 
 // Places of `samples` in canonical order: ascending index, equal ones by place.
