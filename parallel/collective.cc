@@ -138,8 +138,8 @@ class RankGroup::Registered {
                                             .group = impl.id,
                                             .seq = ++impl.seq,
                                             .bytes = expected.sent + expected.received,
-                                            .file = p.where.file_name(),
-                                            .line = static_cast<int>(p.where.line()),
+                                            .file = p.file,
+                                            .line = p.line,
                                             .deadline_s = p.deadline_s});
   }
   ~Registered() {
@@ -458,8 +458,8 @@ RankGroup::Request RankGroup::start(const char* kind, const void* data, int64_t 
                                         .peer = g.members[peer],
                                         .tag = tag,
                                         .bytes = bytes,
-                                        .file = p.where.file_name(),
-                                        .line = static_cast<int>(p.where.line()),
+                                        .file = p.file,
+                                        .line = p.line,
                                         .deadline_s = p.deadline_s,
                                         .background = true});
   if (sending)
@@ -643,8 +643,8 @@ void RankWorld::finish(Purpose p) {
                                                     .name = p.name,
                                                     .group = all_->impl_->id,
                                                     .seq = ++all_->impl_->seq,
-                                                    .file = p.where.file_name(),
-                                                    .line = static_cast<int>(p.where.line()),
+                                                    .file = p.file,
+                                                    .line = p.line,
                                                     .deadline_s = p.deadline_s});
   const Status left = Channel::leave();
   if (!left) fail(left.message());

@@ -30,7 +30,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <source_location>
 #include <span>
 #include <string>
 #include <vector>
@@ -51,10 +50,11 @@ namespace lockstep {
 struct Purpose {
   const char* name;
   double deadline_s;
-  std::source_location where;
-  Purpose(const char* name, std::source_location where = std::source_location::current()) : Purpose(name, 0, where) {}
-  Purpose(const char* name, double deadline_s, std::source_location where = std::source_location::current())
-      : name(name), deadline_s(deadline_s), where(where) {}
+  const char* file;  // the caller's; std::source_location would ask for clang 15, and the fuzz targets are built with 14
+  int line;
+  Purpose(const char* name, const char* file = __builtin_FILE(), int line = __builtin_LINE()) : Purpose(name, 0.0, file, line) {}
+  Purpose(const char* name, double deadline_s, const char* file = __builtin_FILE(), int line = __builtin_LINE())
+      : name(name), deadline_s(deadline_s), file(file), line(line) {}
 };
 
 struct CommBytes {
