@@ -49,6 +49,13 @@ class Philox {
     return block_[index_++];
   }
   float uniform() { return uniform_open(next()); }
+  // Passes over as many words as next() would give.
+  void skip(uint64_t words) {
+    const uint64_t at = 4 * uint64_t{counter_} - static_cast<uint64_t>(4 - index_) + words;  // words given so far
+    counter_ = static_cast<uint32_t>(at / 4);
+    index_ = 4;
+    for (uint64_t i = 0; i < at % 4; ++i) next();
+  }
   // Uniform integer in [0, n); the bias of the multiply-shift is below n / 2^32.
   uint32_t below(uint32_t n) { return static_cast<uint32_t>((uint64_t{next()} * n) >> 32); }
   float normal();  // standard normal, Box-Muller, one number per two words

@@ -108,109 +108,152 @@ void scatter_wanted(Context& c, TensorView out, ConstTensorView rows, ConstTenso
 
 }  // namespace
 
-TensorView forward(Context& c, const Model& model, const SequenceBatch& batch, const StatePool& state, Saved* saved) {
+namespace {
+
+// From the streams [T, n, D] to the hidden rows [R, D] of the wanted rows.
+void final_site_forward(Context& c, const Model& model, const SequenceBatch& batch, TensorView hidden, ConstTensorView x, Saved* saved) {
   const Weights& weights = *model.weights;
   const ModelConfig& m = weights.config();
-  const int64_t T = batch.seq.num_tokens, R = batch.num_wanted(), n = m.hc_mult, D = m.hidden_size, L = m.num_layers();
+  const int64_t T = x.rows(), R = hidden.rows(), n = m.hc_mult, D = m.hidden_size;
+  Arena& keep = saved != nullptr ? *saved->arena : *c.workspace;
+  ConstTensorView xw = x;
+  if (!batch.wanted.empty()) {
+    const TensorView taken = keep.tensor(x.dtype, {R, n, D}, "final.x");
+    moe_gather(c, taken.reshape({R, n * D}), x.reshape({T, n * D}), batch.wanted);
+    xw = taken;
+  }
+  TensorView pre = keep.tensor(DType::f32, {R, n}, "final.pre"), raw = keep.tensor(DType::f32, {R, n}, "final.raw");
+  TensorView inv_rms = keep.tensor(DType::f32, {R}, "final.inv_rms"), h = keep.tensor(x.dtype, {R, D}, "final.h");
+  TensorView norm_inv = keep.tensor(DType::f32, {R}, "final.norm_inv");
+  hyper_head_mix(c, pre, raw, inv_rms, xw, hyper_weights(weights.tensors().hc_head), hyper_shape(m));
+  hyper_pre(c, h, xw, pre);
+  rmsnorm(c, hidden, norm_inv, h, weights.tensors().norm.rows, m.norm_eps);
+  if (saved == nullptr) return;
+  saved->final_x = xw;
+  saved->final_pre = pre;
+  saved->final_raw = raw;
+  saved->final_inv_rms = inv_rms;
+  saved->final_h = h;
+  saved->final_norm_inv = norm_inv;
+}
+
+// dx [T, n, D] f32 written.
+void final_site_backward(Context& c, const Model& model, const SequenceBatch& batch, const Saved& saved, TensorView dx, ConstTensorView dhidden,
+                         Gradients& gradients) {
+  const Weights& weights = *model.weights;
+  const ModelConfig& m = weights.config();
+  const int64_t R = dhidden.rows(), n = m.hc_mult, D = m.hidden_size;
+  ArenaScope scope(*c.workspace);
+  Arena& ws = *c.workspace;
+  TensorView dh = ws.tensor(DType::f32, {R, D}, "final.dh"), dpre = ws.tensor(DType::f32, {R, n}, "final.dpre");
+  TensorView dxw = batch.wanted.empty() ? dx : ws.tensor(DType::f32, {R, n, D}, "final.dx");
+  std::memset(dxw.data, 0, dxw.bytes());
+  rmsnorm_backward(c, dh, gradients.tensors.norm, dhidden, saved.final_h, weights.tensors().norm.rows, saved.final_norm_inv);
+  hyper_pre_backward(c, dxw, dpre, dh, saved.final_x, saved.final_pre);
+  hyper_head_mix_backward(c, dxw, hyper_gradients(gradients.tensors.hc_head), dpre, saved.final_raw, saved.final_inv_rms, saved.final_x,
+                          hyper_weights(weights.tensors().hc_head), hyper_shape(m));
+  if (!batch.wanted.empty()) scatter_wanted(c, dx, dxw, batch.wanted);
+}
+
+}  // namespace
+
+TensorView forward(Context& c, const Model& model, const SequenceBatch& batch, const StatePool& state, Saved* saved, ConstTensorView input) {
+  const Weights& weights = *model.weights;
+  const Shard& shard = weights.shard();
+  const ModelConfig& m = weights.config();
+  const int64_t T = batch.seq.num_tokens, n = m.hc_mult, D = m.hidden_size;
   const DType dtype = weights.dtype();
   Arena& ws = *c.workspace;
   const auto probe = [&](std::string_view point, ConstTensorView rows) {
     if (model.probe) (*model.probe)(-1, point, rows);
   };
+  CHECK(shard.embedding || (input.shape == Shape{T, n, D} && input.dtype == dtype), "a stage's input is {} {}", dtype_name(input.dtype),
+        input.shape.str());
 
-  TensorView hidden = ws.tensor(dtype, {R, D}, "stack.hidden");  // the result; everything after it is released
+  // The result; everything after it is released.
+  TensorView result = shard.head ? ws.tensor(dtype, {batch.num_wanted(), D}, "stack.hidden") : ws.tensor(dtype, {T, n, D}, "stack.streams");
   ArenaScope scope(ws);
 
   // Without saving, two stream buffers take turns; with it every layer's input is kept.
   if (saved != nullptr) {
     saved->layer_inputs.clear();
-    saved->layers.resize(saved->recompute == Recompute::none ? static_cast<size_t>(L) : 0);
+    saved->layers.resize(saved->recompute == Recompute::none ? static_cast<size_t>(shard.layers.size()) : 0);
   }
   TensorView buffers[2];
   if (saved == nullptr)
     for (TensorView& b : buffers) b = ws.tensor(dtype, {T, n, D}, "stack.x");
   const auto stream = [&](int64_t i) { return saved == nullptr ? buffers[i % 2] : saved->arena->tensor(dtype, {T, n, D}, "saved.x"); };
 
-  TensorView x = stream(0);
-  embed(c, x, weights.tensors().embed.rows, batch.tokens);
-  probe("embed", x);
-  for (int64_t i = 0; i < L; ++i) {
+  TensorView made;  // by the layer before, or by the embedding
+  ConstTensorView x = input;
+  if (shard.embedding) {
+    made = stream(1);
+    embed(c, made, weights.tensors().embed.rows, batch.tokens);
+    x = made;
+    probe("embed", x);
+  }
+  for (int64_t i = 0; i < shard.layers.size(); ++i) {
     if (saved != nullptr) saved->layer_inputs.push_back(x);
-    TensorView xout = stream(i + 1);
+    made = stream(i);
     ArenaScope layer_scope(ws);
+    const int layer = static_cast<int>(shard.layers.begin + i);
     if (saved != nullptr && saved->recompute == Recompute::none) {
-      layer_forward(c, model, static_cast<int>(i), batch, state, xout, x, saved->layers[static_cast<size_t>(i)], *saved->arena);
+      layer_forward(c, model, layer, batch, state, made, x, saved->layers[static_cast<size_t>(i)], *saved->arena);
     } else {
       SavedLayer passing;
-      layer_forward(c, model, static_cast<int>(i), batch, state, xout, x, passing, ws);
+      layer_forward(c, model, layer, batch, state, made, x, passing, ws);
     }
-    x = xout;
+    x = made;
   }
   if (saved != nullptr) saved->layer_inputs.push_back(x);
 
-  // Final site on the wanted rows alone.
-  Arena& keep = saved != nullptr ? *saved->arena : ws;
-  const HyperTensors<WeightView>& head = weights.tensors().hc_head;
-  TensorView xw = x;
-  if (!batch.wanted.empty()) {
-    xw = keep.tensor(dtype, {R, n, D}, "final.x");
-    moe_gather(c, xw.reshape({R, n * D}), x.reshape({T, n * D}), batch.wanted);
+  if (shard.head) {
+    final_site_forward(c, model, batch, result, x, saved);
+    probe("final", result);
+  } else {
+    std::memcpy(result.data, x.data, x.bytes());
   }
-  TensorView pre = keep.tensor(DType::f32, {R, n}, "final.pre"), raw = keep.tensor(DType::f32, {R, n}, "final.raw");
-  TensorView inv_rms = keep.tensor(DType::f32, {R}, "final.inv_rms"), h = keep.tensor(dtype, {R, D}, "final.h");
-  TensorView norm_inv = keep.tensor(DType::f32, {R}, "final.norm_inv");
-  hyper_head_mix(c, pre, raw, inv_rms, xw, hyper_weights(head), hyper_shape(m));
-  hyper_pre(c, h, xw, pre);
-  rmsnorm(c, hidden, norm_inv, h, weights.tensors().norm.rows, m.norm_eps);
-  probe("final", hidden);
-  if (saved != nullptr) {
-    saved->final_x = xw;
-    saved->final_pre = pre;
-    saved->final_raw = raw;
-    saved->final_inv_rms = inv_rms;
-    saved->final_h = h;
-    saved->final_norm_inv = norm_inv;
-  }
-  return hidden;
+  return result;
 }
 
-void backward(Context& c, const Model& model, const SequenceBatch& batch, const StatePool& state, Saved& saved, ConstTensorView dhidden,
-              Gradients& gradients) {
+void backward(Context& c, const Model& model, const SequenceBatch& batch, const StatePool& state, Saved& saved, ConstTensorView doutput,
+              Gradients& gradients, TensorView dinput) {
   const Weights& weights = *model.weights;
+  const Shard& shard = weights.shard();
   const ModelConfig& m = weights.config();
-  const int64_t T = batch.seq.num_tokens, R = batch.num_wanted(), n = m.hc_mult, D = m.hidden_size, L = m.num_layers();
+  const int64_t T = batch.seq.num_tokens, n = m.hc_mult, D = m.hidden_size;
   const DType dtype = weights.dtype();
   ArenaScope scope(*c.workspace);
   Arena& ws = *c.workspace;
-  CHECK_EQ(static_cast<int64_t>(saved.layer_inputs.size()), L + 1);
+  CHECK_EQ(static_cast<int64_t>(saved.layer_inputs.size()), shard.layers.size() + 1);
 
   TensorView dx = ws.tensor(DType::f32, {T, n, D}, "backward.dx"), dx_other = ws.tensor(DType::f32, {T, n, D}, "backward.dx_other");
-  {
-    ArenaScope final_scope(ws);
-    TensorView dh = ws.tensor(DType::f32, {R, D}, "final.dh"), dpre = ws.tensor(DType::f32, {R, n}, "final.dpre");
-    TensorView dxw = batch.wanted.empty() ? dx : ws.tensor(DType::f32, {R, n, D}, "final.dx");
-    std::memset(dxw.data, 0, dxw.bytes());
-    rmsnorm_backward(c, dh, gradients.tensors.norm, dhidden, saved.final_h, weights.tensors().norm.rows, saved.final_norm_inv);
-    hyper_pre_backward(c, dxw, dpre, dh, saved.final_x, saved.final_pre);
-    hyper_head_mix_backward(c, dxw, hyper_gradients(gradients.tensors.hc_head), dpre, saved.final_raw, saved.final_inv_rms, saved.final_x,
-                            hyper_weights(weights.tensors().hc_head), hyper_shape(m));
-    if (!batch.wanted.empty()) scatter_wanted(c, dx, dxw, batch.wanted);
+  if (shard.head) {
+    final_site_backward(c, model, batch, saved, dx, doutput, gradients);
+  } else {
+    std::memcpy(dx.data, doutput.data, dx.bytes());
   }
-  for (int64_t i = L - 1; i >= 0; --i) {
+  for (int64_t i = shard.layers.size() - 1; i >= 0; --i) {
+    const int layer = static_cast<int>(shard.layers.begin + i);
     const ConstTensorView x = saved.layer_inputs[static_cast<size_t>(i)];
-    LayerTensors<TensorView>& grad = gradients.tensors.layers[static_cast<size_t>(i)];
+    LayerTensors<TensorView>& grad = gradients.tensors.layers[static_cast<size_t>(layer)];
     if (saved.recompute == Recompute::none) {
-      layer_backward(c, model, static_cast<int>(i), batch, state, x, saved.layers[static_cast<size_t>(i)], dx, dx_other, grad);
+      layer_backward(c, model, layer, batch, state, x, saved.layers[static_cast<size_t>(i)], dx, dx_other, grad);
     } else {
       ArenaScope layer_scope(*saved.arena);
       SavedLayer again;
       TensorView xout = saved.arena->tensor(dtype, {T, n, D}, "recompute.x");
-      const Model silent{model.weights, model.rope, nullptr};
-      layer_forward(c, silent, static_cast<int>(i), batch, state, xout, x, again, *saved.arena);
-      layer_backward(c, silent, static_cast<int>(i), batch, state, x, again, dx, dx_other, grad);
+      Model silent = model;
+      silent.probe = nullptr;
+      layer_forward(c, silent, layer, batch, state, xout, x, again, *saved.arena);
+      layer_backward(c, silent, layer, batch, state, x, again, dx, dx_other, grad);
     }
   }
-  if (!gradients.tensors.embed.empty()) embed_backward(c, gradients.tensors.embed, dx, batch.tokens);
+  if (!shard.embedding) {
+    std::memcpy(dinput.data, dx.data, dx.bytes());
+  } else if (!gradients.tensors.embed.empty()) {
+    embed_backward(c, gradients.tensors.embed, dx, batch.tokens);
+  }
 }
 
 }  // namespace lockstep

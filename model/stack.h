@@ -1,5 +1,9 @@
 #pragma once
 // The one forward and its backward. Rollout and training call the same function with different batches; nothing in it knows who calls.
+//
+// A rank runs the part of the model that its weights' shard holds. With stages, the streams [T, n, D] travel between them: what forward
+// returns on one is the input of the next, and backward hands their gradient back. With tp or ep the ranks of these groups call
+// together: tp ranks with the same batch, ep ranks each with its own (which may have no rows).
 
 #include <functional>
 #include <string_view>
@@ -8,6 +12,7 @@
 #include "model/batch.h"
 #include "model/state.h"
 #include "model/weights.h"
+#include "parallel/collective.h"
 
 namespace lockstep {
 
@@ -26,6 +31,8 @@ struct Model {
   const Weights* weights = nullptr;
   RopeTables rope;
   const Probe* probe = nullptr;  // usually null
+  RankGroup* tp = nullptr;       // share heads and vocabulary; null: alone
+  RankGroup* ep = nullptr;       // share experts; null: alone
 };
 
 struct SavedLayer;  // what a layer's backward needs; model/saved.h
@@ -35,21 +42,25 @@ enum class Recompute : uint8_t { none, layer };  // layer: keep each layer's inp
 struct Saved {
   Arena* arena = nullptr;
   Recompute recompute = Recompute::none;
-  std::vector<ConstTensorView> layer_inputs;  // [T, n, D] each, then the last layer's output
-  std::vector<SavedLayer> layers;
-  TensorView final_x, final_pre, final_raw, final_inv_rms;  // final site, wanted rows: [R, n, D], [R, n], [R, n], [R]
+  std::vector<ConstTensorView> layer_inputs;  // [T, n, D] each, of the shard's layers in order, then the last one's output
+  std::vector<SavedLayer> layers;             // of the shard's layers
+  ConstTensorView final_x;
+  TensorView final_pre, final_raw, final_inv_rms;  // final site, wanted rows: x [R, n, D]; [R, n], [R, n], [R]
   TensorView final_h, final_norm_inv;                       // [R, D] before the norm, [R]
   Saved();
   ~Saved();
 };
 
-// Runs the stack over `batch`, reading and extending its sequences' state. Returns the final normed hidden rows [R, D] of the wanted rows, in storage
-// dtype, allocated from c.workspace (the caller holds a scope around the call). saved == nullptr: nothing is kept.
-TensorView forward(Context& c, const Model& model, const SequenceBatch& batch, const StatePool& state, Saved* saved);
+// Runs the shard's part of the stack over `batch`, reading and extending its sequences' state. The stage without the embedding takes `input`, the
+// streams [T, n, D] in storage dtype. Returns, allocated from c.workspace (the caller holds a scope around the call), what the stage makes:
+//   with the head     the final normed hidden rows [R, D] of the wanted rows, in storage dtype
+//   otherwise         the streams [T, n, D]
+// saved == nullptr: nothing is kept. `input` must outlive `saved`.
+TensorView forward(Context& c, const Model& model, const SequenceBatch& batch, const StatePool& state, Saved* saved, ConstTensorView input = {});
 
-// dhidden [R, D] f32: gradient of the returned rows. Adds to `gradients`. Every sequence of the batch must have started at position 0, and the pages of
-// `state` must still hold the entries that forward wrote.
+// doutput: f32 gradient of what forward returned. Adds to `gradients`. A stage without the embedding writes dinput [T, n, D] f32.
+// Every sequence of the batch must have started at position 0, and the pages of `state` must still hold the entries that forward wrote.
 void backward(Context& c, const Model& model, const SequenceBatch& batch, const StatePool& state, Saved& saved,
-              ConstTensorView dhidden, Gradients& gradients);
+              ConstTensorView doutput, Gradients& gradients, TensorView dinput = {});
 
 }  // namespace lockstep

@@ -1,6 +1,6 @@
 #include "model/weights.h"
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 
 #include "core/rng.h"
@@ -56,29 +56,57 @@ namespace {
 template <typename T>
 class Visitor {
  public:
-  Visitor(const ModelConfig& m, const std::function<void(const TensorSpec&, T&)>& f) : m_(m), f_(f) {}
+  Visitor(const ModelConfig& m, const Shard& shard, const std::function<void(const TensorSpec&, T&)>& f) : m_(m), shard_(shard), f_(f) {}
 
   void model(ModelTensors<T>& t) {
-    emit(t.embed, "embed.weight", {m_.vocab_size, m_.hidden_size}, TensorRole::embedding);
+    held_ = shard_.embedding;
+    emit(t.embed, "embed.weight", {m_.vocab_size, m_.hidden_size}, TensorRole::embedding, Cut::vocabulary);
     for (int i = 0; i < static_cast<int>(m_.num_layers()); ++i) layer(i, t.layers[static_cast<size_t>(i)]);
     layer_ = -1;
+    held_ = shard_.head;
     const int64_t n = m_.hc_mult;
     hyper(t.hc_head, "hc_head", n, 1);
     emit(t.norm, "norm.weight", {m_.hidden_size}, TensorRole::norm);
-    emit(t.head, "head.weight", {m_.vocab_size, m_.hidden_size}, TensorRole::head);
+    emit(t.head, "head.weight", {m_.vocab_size, m_.hidden_size}, TensorRole::head, Cut::vocabulary);
   }
 
  private:
-  void emit(T& tensor, std::string name, Shape shape, TensorRole role, bool indexer = false, int64_t groups = 0) {
+  void emit(T& tensor, std::string name, Shape shape, TensorRole role, Cut cut = Cut::none, bool indexer = false) {
     TensorSpec spec;
-    spec.groups = groups;
     spec.name = std::move(name);
-    spec.shape = shape;
+    spec.whole = shape;
+    spec.cut = cut;
     spec.role = role;
     spec.layer = layer_;
     spec.indexer = indexer;
     spec.id = next_id_++;
+    place(spec);
     f_(spec, tensor);
+  }
+
+  // The shard's part of spec.whole.
+  void place(TensorSpec& spec) const {
+    spec.shape = spec.whole;
+    spec.box = whole_box(spec.whole);
+    const Range groups = shard_.groups(m_);
+    const auto take = [&](int dim, int64_t units, const Range& held) {  // `held` of `units` equal parts of one dimension
+      const Range taken = Shard::scaled(held, spec.whole[dim] / units);
+      spec.shape.dims[static_cast<size_t>(dim)] = taken.size();
+      const bool columns = dim > 0 && dim == spec.whole.rank - 1;
+      (columns ? spec.box.columns : spec.box.rows) = columns ? taken : Shard::scaled(held, spec.box.rows.end / units);
+    };
+    switch (spec.cut) {
+      case Cut::none: break;
+      case Cut::experts: take(0, m_.num_experts, shard_.experts); break;
+      case Cut::group_rows: take(0, m_.o_groups, groups); break;
+      case Cut::group_columns: take(1, m_.o_groups, groups); break;
+      case Cut::vocabulary: take(0, m_.vocab_size, shard_.vocabulary(m_)); break;
+    }
+    if (!held_) {
+      spec.shape.dims[0] = 0;
+      spec.box = Box();
+    }
+    if (spec.name.ends_with("attn.wo_a.weight")) spec.groups = groups.size();
   }
 
   void hyper(HyperTensors<T>& h, const std::string& prefix, int64_t rows, int64_t scales) {
@@ -89,14 +117,15 @@ class Visitor {
 
   void compressor(CompressorTensors<T>& c, const std::string& p, const LayerConfig& l, int64_t width, bool indexer) {
     const int64_t channels = (l.overlap() ? 2 : 1) * width;
-    emit(c.wkv, p + "wkv.weight", {channels, m_.hidden_size}, TensorRole::matrix, indexer);
-    emit(c.wgate, p + "wgate.weight", {channels, m_.hidden_size}, TensorRole::matrix, indexer);
-    emit(c.ape, p + "ape", {l.ratio, channels}, TensorRole::ape, indexer);
-    emit(c.norm, p + "norm.weight", {width}, TensorRole::norm, indexer);
+    emit(c.wkv, p + "wkv.weight", {channels, m_.hidden_size}, TensorRole::matrix, Cut::none, indexer);
+    emit(c.wgate, p + "wgate.weight", {channels, m_.hidden_size}, TensorRole::matrix, Cut::none, indexer);
+    emit(c.ape, p + "ape", {l.ratio, channels}, TensorRole::ape, Cut::none, indexer);
+    emit(c.norm, p + "norm.weight", {width}, TensorRole::norm, Cut::none, indexer);
   }
 
   void layer(int i, LayerTensors<T>& t) {
     layer_ = i;
+    held_ = shard_.layers.contains(i);
     const LayerConfig& l = m_.layers[static_cast<size_t>(i)];
     const int64_t D = m_.hidden_size, H = m_.num_heads, d = m_.head_dim, g = m_.o_groups, E = m_.num_experts, I = m_.expert_dim;
     const std::string p = "layers." + std::to_string(i) + ".", a = p + "attn.", f = p + "ffn.";
@@ -104,18 +133,18 @@ class Visitor {
     emit(t.attn_norm, p + "attn_norm.weight", {D}, TensorRole::norm);
     emit(t.wq_a, a + "wq_a.weight", {m_.q_rank, D}, TensorRole::matrix);
     emit(t.q_norm, a + "q_norm.weight", {m_.q_rank}, TensorRole::norm);
-    emit(t.wq_b, a + "wq_b.weight", {H * d, m_.q_rank}, TensorRole::matrix);
+    emit(t.wq_b, a + "wq_b.weight", {H * d, m_.q_rank}, TensorRole::matrix, Cut::group_rows);
     emit(t.wkv, a + "wkv.weight", {d, D}, TensorRole::matrix);
     emit(t.kv_norm, a + "kv_norm.weight", {d}, TensorRole::norm);
-    emit(t.sink, a + "attn_sink", {H}, TensorRole::sink);
+    emit(t.sink, a + "attn_sink", {H}, TensorRole::sink, Cut::group_rows);
     if (t.compressor) compressor(*t.compressor, a + "compressor.", l, d, false);
     if (t.indexer) {
-      emit(t.indexer->wq_b, a + "indexer.wq_b.weight", {m_.index_heads * m_.index_head_dim, m_.q_rank}, TensorRole::matrix, true);
-      emit(t.indexer->weights_proj, a + "indexer.weights_proj.weight", {m_.index_heads, D}, TensorRole::matrix, true);
+      emit(t.indexer->wq_b, a + "indexer.wq_b.weight", {m_.index_heads * m_.index_head_dim, m_.q_rank}, TensorRole::matrix, Cut::none, true);
+      emit(t.indexer->weights_proj, a + "indexer.weights_proj.weight", {m_.index_heads, D}, TensorRole::matrix, Cut::none, true);
       compressor(t.indexer->compressor, a + "indexer.compressor.", l, m_.index_head_dim, true);
     }
-    emit(t.wo_a, a + "wo_a.weight", {g * m_.o_rank, H / g * d}, TensorRole::matrix, false, g);
-    emit(t.wo_b, a + "wo_b.weight", {D, g * m_.o_rank}, TensorRole::matrix);
+    emit(t.wo_a, a + "wo_a.weight", {g * m_.o_rank, H / g * d}, TensorRole::matrix, Cut::group_rows);
+    emit(t.wo_b, a + "wo_b.weight", {D, g * m_.o_rank}, TensorRole::matrix, Cut::group_columns);
     hyper(t.hc_ffn, p + "hc_ffn", m_.mix_rows(), 3);
     emit(t.ffn_norm, p + "ffn_norm.weight", {D}, TensorRole::norm);
     emit(t.gate, f + "gate.weight", {E, D}, TensorRole::router);
@@ -124,16 +153,18 @@ class Visitor {
     } else {
       emit(t.gate_bias, f + "gate.bias", {E}, TensorRole::router_bias);
     }
-    emit(t.w1, f + "experts.*.w1.weight", {E, I, D}, TensorRole::expert);
-    emit(t.w3, f + "experts.*.w3.weight", {E, I, D}, TensorRole::expert);
-    emit(t.w2, f + "experts.*.w2.weight", {E, D, I}, TensorRole::expert);
+    emit(t.w1, f + "experts.*.w1.weight", {E, I, D}, TensorRole::expert, Cut::experts);
+    emit(t.w3, f + "experts.*.w3.weight", {E, I, D}, TensorRole::expert, Cut::experts);
+    emit(t.w2, f + "experts.*.w2.weight", {E, D, I}, TensorRole::expert, Cut::experts);
     emit(t.shared_w1, f + "shared_experts.w1.weight", {I, D}, TensorRole::matrix);
     emit(t.shared_w3, f + "shared_experts.w3.weight", {I, D}, TensorRole::matrix);
     emit(t.shared_w2, f + "shared_experts.w2.weight", {D, I}, TensorRole::matrix);
   }
 
   const ModelConfig& m_;
+  const Shard& shard_;
   const std::function<void(const TensorSpec&, T&)>& f_;
+  bool held_ = true;
   int layer_ = -1;
   int next_id_ = 0;
 };
@@ -141,38 +172,41 @@ class Visitor {
 }  // namespace
 
 template <typename T>
-void visit(const ModelConfig& config, ModelTensors<T>& tensors, const std::function<void(const TensorSpec&, T&)>& f) {
+void visit(const ModelConfig& config, const Shard& shard, ModelTensors<T>& tensors, const std::function<void(const TensorSpec&, T&)>& f) {
   tensors.layers.resize(static_cast<size_t>(config.num_layers()));
   for (size_t i = 0; i < tensors.layers.size(); ++i) {
     LayerTensors<T>& t = tensors.layers[i];
     if (config.layers[i].compressed() && !t.compressor) t.compressor.emplace();
     if (config.layers[i].attention == AttentionKind::csa && !t.indexer) t.indexer.emplace();
   }
-  Visitor<T>(config, f).model(tensors);
+  Visitor<T>(config, shard, f).model(tensors);
 }
-template void visit(const ModelConfig&, ModelTensors<WeightView>&, const std::function<void(const TensorSpec&, WeightView&)>&);
-template void visit(const ModelConfig&, ModelTensors<TensorView>&, const std::function<void(const TensorSpec&, TensorView&)>&);
+template void visit(const ModelConfig&, const Shard&, ModelTensors<WeightView>&, const std::function<void(const TensorSpec&, WeightView&)>&);
+template void visit(const ModelConfig&, const Shard&, ModelTensors<TensorView>&, const std::function<void(const TensorSpec&, TensorView&)>&);
 
-std::vector<TensorSpec> tensor_table(const ModelConfig& config) {
+std::vector<TensorSpec> tensor_table(const ModelConfig& config) { return tensor_table(config, whole_shard(config)); }
+
+std::vector<TensorSpec> tensor_table(const ModelConfig& config, const Shard& shard) {
   std::vector<TensorSpec> table;
   ModelTensors<TensorView> unused;
-  visit<TensorView>(config, unused, [&](const TensorSpec& spec, TensorView&) { table.push_back(spec); });
+  visit<TensorView>(config, shard, unused, [&](const TensorSpec& spec, TensorView&) { table.push_back(spec); });
   return table;
 }
 
 TensorSet make_tensor_set(const std::vector<TensorSpec>& table, Arena& arena, const std::function<bool(const TensorSpec&)>& wanted) {
   TensorSet set;
   for (const TensorSpec& spec : table)
-    set.views.push_back(wanted(spec) ? arena.zeros(spec.role == TensorRole::hash_table ? DType::i32 : DType::f32, spec.shape, spec.name)
+    set.views.push_back(spec.held() && wanted(spec) ? arena.zeros(spec.master_dtype(), spec.shape, spec.name)
                                      : TensorView());
   return set;
 }
 
-Weights::Weights(const ModelConfig& config, Numerics numerics, Arena& arena) : config_(config), numerics_(numerics), table_(tensor_table(config)) {
-  visit<WeightView>(config_, tensors_, [&](const TensorSpec& spec, WeightView& w) {
+Weights::Weights(const ModelConfig& config, Numerics numerics, const Shard& shard, Arena& arena)
+    : config_(config), numerics_(numerics), shard_(shard), table_(tensor_table(config, shard)) {
+  visit<WeightView>(config_, shard_, tensors_, [&](const TensorSpec& spec, WeightView& w) {
     const DType dtype = spec.weight_dtype(numerics);
-    rows_.push_back(arena.zeros(dtype, spec.weight_shape(), spec.name));
-    panels_.push_back(spec.has_panels() ? arena.zeros(dtype, panel_shape(spec.weight_shape()), spec.name) : TensorView());
+    rows_.push_back(spec.held() ? arena.zeros(dtype, spec.weight_shape(), spec.name) : TensorView());
+    panels_.push_back(spec.held() && spec.has_panels() ? arena.zeros(dtype, panel_shape(spec.weight_shape()), spec.name) : TensorView());
     w.rows = rows_.back();
     w.panels = panels_.back();
     by_id_.push_back(&w);
@@ -182,24 +216,61 @@ Weights::Weights(const ModelConfig& config, Numerics numerics, Arena& arena) : c
 void Weights::load(Context& c, const TensorSet& masters, int64_t version) {
   CHECK_EQ(masters.views.size(), table_.size());
   for (size_t i = 0; i < table_.size(); ++i) {
+    if (!table_[i].held()) continue;
     const TensorView& from = masters.views[i];
     CHECK(from.shape == table_[i].shape, "{}: master {} for weight {}", table_[i].name, from.shape.str(), table_[i].shape.str());
-    if (from.dtype == DType::i32) {
-      std::memcpy(rows_[i].data, from.data, from.bytes());
-    } else {
-      cast(c, rows_[i], from.reshape(rows_[i].shape));
-    }
-    if (!panels_[i].empty()) pack_panels(c, panels_[i], rows_[i]);
+    store(c, i, from);
   }
+  commit(c, version);
+}
+
+Status Weights::load(Context& c, const ReadBox& read, int64_t version) {
+  for (size_t i = 0; i < table_.size(); ++i) {
+    const TensorSpec& spec = table_[i];
+    if (!spec.held()) continue;
+    const ArenaScope scope(*c.workspace);
+    const TensorView master = c.workspace->tensor(spec.master_dtype(), spec.shape, spec.name);
+    LOCKSTEP_RETURN_IF_ERROR(read(spec, spec.box, matrix_view(master)));
+    store(c, i, master);
+  }
+  commit(c, version);
+  return Status::ok();
+}
+
+void Weights::store(Context& c, size_t i, ConstTensorView master) {
+  if (master.dtype == DType::i32) {
+    std::memcpy(rows_[i].data, master.data, master.bytes());
+  } else {
+    cast(c, rows_[i], master.reshape(rows_[i].shape));
+  }
+}
+
+void Weights::commit(Context& c, int64_t version) {
+  for (size_t i = 0; i < table_.size(); ++i)
+    if (!panels_[i].empty()) pack_panels(c, panels_[i], rows_[i]);
   version_ = version;
 }
 
-Gradients make_gradients(const ModelConfig& config, Arena& arena, const std::function<bool(const TensorSpec&)>& trained) {
+Gradients make_gradients(const ModelConfig& config, const Shard& shard, Arena& arena, const std::function<bool(const TensorSpec&)>& trained) {
+  constexpr int64_t kLine = 16;  // floats: every tensor begins on a cache line
+  const auto room = [](const TensorSpec& spec) { return (spec.shape.elements() + kLine - 1) / kLine * kLine; };
+  // No gradient reaches buffers, and none the indexer: its top-k choice has no derivative (V4 spec 6.1).
+  const auto has_gradient = [&](const TensorSpec& spec) { return spec.held() && !spec.is_buffer() && !spec.indexer && trained(spec); };
   Gradients g;
-  visit<TensorView>(config, g.tensors, [&](const TensorSpec& spec, TensorView& view) {
-    // No gradient reaches buffers, and none the indexer: its top-k choice has no derivative (V4 spec 6.1).
-    if (!spec.is_buffer() && !spec.indexer && trained(spec)) view = arena.zeros(DType::f32, spec.shape, spec.name);
-    g.table.push_back(spec);
+  g.table = tensor_table(config, shard);
+  int64_t sizes[2] = {0, 0};
+  for (const TensorSpec& spec : g.table)
+    if (has_gradient(spec)) sizes[spec.cut == Cut::experts] += room(spec);
+  if (sizes[0] > 0) g.dense = arena.zeros(DType::f32, {sizes[0]}, "gradients.dense");
+  if (sizes[1] > 0) g.experts = arena.zeros(DType::f32, {sizes[1]}, "gradients.experts");
+
+  int64_t filled[2] = {0, 0};
+  visit<TensorView>(config, shard, g.tensors, [&](const TensorSpec& spec, TensorView& view) {
+    if (has_gradient(spec)) {
+      const bool expert = spec.cut == Cut::experts;
+      view = TensorView((expert ? g.experts : g.dense).ptr<float>() + filled[expert], DType::f32, spec.shape);
+      filled[expert] += room(spec);
+    }
     g.set.views.push_back(view);
   });
   return g;
@@ -213,46 +284,70 @@ void zero_gradients(Context& c, Gradients& g) {
   }
 }
 
-void initialize_masters(const ModelConfig& config, const std::vector<TensorSpec>& table, TensorSet& masters, uint64_t seed) {
-  for (const TensorSpec& spec : table) {
-    const TensorView& v = masters.views[static_cast<size_t>(spec.id)];
-    Philox rng(seed, RngPurpose::init, static_cast<uint64_t>(spec.id));
-    const int64_t n = spec.shape.elements();
+namespace {
+
+// K distinct experts a token: the first K of a partial shuffle.
+void draw_hash_table(const ModelConfig& config, const TensorSpec& spec, Philox rng, const Range& rows, TensorView out) {
+  std::vector<int32_t> experts(static_cast<size_t>(config.num_experts));
+  for (int64_t t = 0; t < rows.end; ++t) {
+    for (size_t e = 0; e < experts.size(); ++e) experts[e] = static_cast<int32_t>(e);
+    for (int64_t k = 0; k < spec.whole[1]; ++k) {
+      const uint32_t pick = static_cast<uint32_t>(k) + rng.below(static_cast<uint32_t>(config.num_experts - k));
+      std::swap(experts[static_cast<size_t>(k)], experts[pick]);
+      if (t >= rows.begin) out.row<int32_t>(t - rows.begin)[k] = experts[static_cast<size_t>(k)];
+    }
+  }
+}
+
+}  // namespace
+
+ReadBox random_boxes(const ModelConfig& config, uint64_t seed) {
+  return [config, seed](const TensorSpec& spec, const Box& box, TensorView out) {
+    const Philox rng(seed, RngPurpose::init, static_cast<uint64_t>(spec.id));
+    const auto fill = [&](float value) {
+      for (int64_t r = 0; r < out.rows(); ++r) std::fill_n(out.row<float>(r), out.dim(1), value);
+    };
+    // Number i of the tensor is normal number i of its stream.
+    const auto draw = [&] {
+      const int64_t columns = whole_box(spec.whole).columns.size();
+      for (int64_t r = 0; r < out.rows(); ++r) {
+        Philox row = rng;
+        row.skip(2 * static_cast<uint64_t>((box.rows.begin + r) * columns + box.columns.begin));
+        for (int64_t i = 0; i < out.dim(1); ++i) out.row<float>(r)[i] = config.initializer_range * row.normal();
+      }
+    };
     switch (spec.role) {
       case TensorRole::matrix:
       case TensorRole::expert:
       case TensorRole::embedding:
       case TensorRole::head:
-      case TensorRole::router:
-        for (int64_t i = 0; i < n; ++i) v.ptr<float>()[i] = config.initializer_range * rng.normal();
-        break;
-      case TensorRole::hyper: {
-        const bool is_scale = spec.name.ends_with("_scale");
-        for (int64_t i = 0; i < n; ++i)
-          v.ptr<float>()[i] = spec.shape.rank == 2 ? config.initializer_range * rng.normal() : is_scale ? 1.0f : 0.0f;
-        break;
-      }
-      case TensorRole::norm:
-        for (int64_t i = 0; i < n; ++i) v.ptr<float>()[i] = 1.0f;
-        break;
-      case TensorRole::router_bias:
-      case TensorRole::sink:
-      case TensorRole::ape: break;  // zero
-      case TensorRole::hash_table: {
-        // K distinct experts a token: the first K of a partial shuffle.
-        std::vector<int32_t> experts(static_cast<size_t>(config.num_experts));
-        for (int64_t t = 0; t < spec.shape[0]; ++t) {
-          for (size_t e = 0; e < experts.size(); ++e) experts[e] = static_cast<int32_t>(e);
-          for (int64_t k = 0; k < spec.shape[1]; ++k) {
-            const uint32_t pick = static_cast<uint32_t>(k) + rng.below(static_cast<uint32_t>(config.num_experts - k));
-            std::swap(experts[static_cast<size_t>(k)], experts[pick]);
-            v.row<int32_t>(t)[k] = experts[static_cast<size_t>(k)];
-          }
+      case TensorRole::router: draw(); break;
+      case TensorRole::hyper:
+        if (spec.whole.rank == 2) {
+          draw();
+        } else {
+          fill(spec.name.ends_with("_scale") ? 1.0f : 0.0f);
         }
         break;
-      }
+      case TensorRole::norm: fill(1.0f); break;
+      case TensorRole::router_bias:
+      case TensorRole::sink:
+      case TensorRole::ape: fill(0.0f); break;
+      case TensorRole::hash_table: draw_hash_table(config, spec, rng, box.rows, out); break;
     }
-  }
+    return Status::ok();
+  };
+}
+
+void initialize_masters(const ModelConfig& config, const std::vector<TensorSpec>& table, TensorSet& masters, uint64_t seed) {
+  const Status drawn = read_masters(table, random_boxes(config, seed), masters);
+  CHECK(drawn.is_ok(), "{}", drawn.message());
+}
+
+Status read_masters(const std::vector<TensorSpec>& table, const ReadBox& read, TensorSet& masters) {
+  for (const TensorSpec& spec : table)
+    if (spec.held()) LOCKSTEP_RETURN_IF_ERROR(read(spec, spec.box, matrix_view(masters.views[static_cast<size_t>(spec.id)])));
+  return Status::ok();
 }
 
 }  // namespace lockstep

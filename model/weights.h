@@ -13,6 +13,7 @@
 #include "core/arena.h"
 #include "core/context.h"
 #include "model/config.h"
+#include "model/shard.h"
 #include "ops/hyperconn/hyperconn.h"
 #include "ops/matmul/matmul.h"
 
@@ -35,15 +36,20 @@ const char* tensor_role_name(TensorRole role);
 
 struct TensorSpec {
   std::string name;  // released name; for experts with "experts.*" in place of the id
-  Shape shape;
+  Shape shape;       // of the part that the shard holds; without elements if it holds none
+  Shape whole;       // of the tensor
+  Box box;           // where that part lies
+  Cut cut = Cut::none;
   TensorRole role;
   int layer = -1;         // -1: not in a layer
   bool indexer = false;   // reached by no gradient; frozen by default
-  int64_t groups = 0;     // > 0: rows are `groups` equal blocks, each a matrix of its own (wo_a); weights are viewed as [groups, N / groups, K]
+  int64_t groups = 0;     // > 0: rows of `shape` are `groups` equal blocks, each a matrix of its own (wo_a); weights are viewed as [groups, N / groups, K]
   int id = 0;             // place in the list
+  bool held() const { return shape.elements() > 0; }
   bool is_buffer() const { return role == TensorRole::router_bias || role == TensorRole::hash_table; }
   bool has_panels() const;                 // used by matmul
   Shape weight_shape() const;              // shape, or [groups, N / groups, K]
+  DType master_dtype() const { return role == TensorRole::hash_table ? DType::i32 : DType::f32; }
   DType weight_dtype(Numerics n) const;    // dtype the forward reads: storage dtype for matrices, f32 or i32 otherwise
 };
 
@@ -80,26 +86,30 @@ struct ModelTensors {
   std::vector<LayerTensors<T>> layers;
 };
 
-// The list, in order. `tensor` of the callback is the place in `tensors`, which is sized for `config` first.
+// The list, in order: the same tensors with the same ids for every shard; those that it does not hold have no elements. `tensor` of the
+// callback is the place in `tensors`, which is sized for `config` first.
 template <typename T>
-void visit(const ModelConfig& config, ModelTensors<T>& tensors, const std::function<void(const TensorSpec&, T&)>& f);
-std::vector<TensorSpec> tensor_table(const ModelConfig& config);
+void visit(const ModelConfig& config, const Shard& shard, ModelTensors<T>& tensors, const std::function<void(const TensorSpec&, T&)>& f);
+std::vector<TensorSpec> tensor_table(const ModelConfig& config);  // of the whole model
+std::vector<TensorSpec> tensor_table(const ModelConfig& config, const Shard& shard);
 
-// f32 (or i32) copies of every tensor: what optimizers and checkpoints hold. views[id] follows tensor_table's order.
+// f32 (or i32) copies of a shard's tensors. views[id] follows tensor_table's order.
 struct TensorSet {
   std::vector<TensorView> views;  // empty view: absent
 };
-// One f32 tensor for every spec (i32 for hash tables) that `wanted` accepts; zeroed.
+// One f32 tensor for every held spec (i32 for hash tables) that `wanted` accepts; zeroed.
 TensorSet make_tensor_set(const std::vector<TensorSpec>& table, Arena& arena, const std::function<bool(const TensorSpec&)>& wanted);
 
-// What forward and backward read: every tensor in its weight dtype, matrices also as panels. Owned storage with stable addresses.
-// `version` counts policy updates; a load writes all tensors before it changes.
+// What forward and backward read: every tensor of a shard in its weight dtype, matrices also as panels. Owned storage with stable addresses.
+// `version` counts policy updates; an update writes all tensors before it changes.
 class Weights {
  public:
-  Weights(const ModelConfig& config, Numerics numerics, Arena& arena);
+  Weights(const ModelConfig& config, Numerics numerics, const Shard& shard, Arena& arena);
+  Weights(const ModelConfig& config, Numerics numerics, Arena& arena) : Weights(config, numerics, whole_shard(config), arena) {}
   Weights(const Weights&) = delete;  // tensors_ is pointed into
   Weights& operator=(const Weights&) = delete;
   const ModelConfig& config() const { return config_; }
+  const Shard& shard() const { return shard_; }
   Numerics numerics() const { return numerics_; }
   DType dtype() const { return storage_dtype(numerics_); }
   const ModelTensors<WeightView>& tensors() const { return tensors_; }
@@ -107,12 +117,21 @@ class Weights {
   const WeightView& view(int id) const { return *by_id_[static_cast<size_t>(id)]; }
   int64_t version() const { return version_; }
 
-  // Rounds every master tensor to its weight dtype and repacks panels, then sets the version. Masters: f32 (i32 hash tables).
+  // Rounds every master tensor of the shard to its weight dtype, then commits. Masters: f32 (i32 hash tables).
   void load(Context& c, const TensorSet& masters, int64_t version);
+  // The same from wherever boxes come from; an error leaves the version as it was, and the weights unfit for use.
+  Status load(Context& c, const ReadBox& read, int64_t version);
+
+  // An update by others: write rows(id), in the weight dtype and shape, of every tensor that changes, then commit, which repacks all panels.
+  TensorView rows(int id) { return rows_[static_cast<size_t>(id)]; }
+  void commit(Context& c, int64_t version);
 
  private:
+  void store(Context& c, size_t i, ConstTensorView master);
+
   ModelConfig config_;
   Numerics numerics_;
+  Shard shard_;
   std::vector<TensorSpec> table_;
   ModelTensors<WeightView> tensors_;
   std::vector<WeightView*> by_id_;
@@ -120,16 +139,26 @@ class Weights {
   int64_t version_ = -1;
 };
 
-// Gradients of one step, f32, laid out as the tensors; an empty view means that this tensor is frozen and gets none.
+// Gradients of one step, f32, laid out as the shard's tensors; an empty view means that this tensor is frozen, or not held, and gets none.
+// They lie one behind the other in table order in two runs, dense and experts, because these are summed over different ranks; between
+// tensors there may be padding, which is zero.
 struct Gradients {
   std::vector<TensorSpec> table;
   TensorSet set;
   ModelTensors<TensorView> tensors;
+  TensorView dense, experts;  // [n] each; empty where nothing is trained
 };
-Gradients make_gradients(const ModelConfig& config, Arena& arena, const std::function<bool(const TensorSpec&)>& trained);
+Gradients make_gradients(const ModelConfig& config, const Shard& shard, Arena& arena, const std::function<bool(const TensorSpec&)>& trained);
+inline Gradients make_gradients(const ModelConfig& config, Arena& arena, const std::function<bool(const TensorSpec&)>& trained) {
+  return make_gradients(config, whole_shard(config), arena, trained);
+}
 void zero_gradients(Context& c, Gradients& g);
 
-// Random masters as transformers initialises them, but with tid2eid rows of distinct experts, keyed by (seed, tensor id).
+// Random masters as transformers initialises them, but with tid2eid rows of distinct experts, keyed by (seed, tensor id): the same numbers
+// for every shard.
+ReadBox random_boxes(const ModelConfig& config, uint64_t seed);
 void initialize_masters(const ModelConfig& config, const std::vector<TensorSpec>& table, TensorSet& masters, uint64_t seed);
+// masters.views[id] of every held spec, from `read`.
+Status read_masters(const std::vector<TensorSpec>& table, const ReadBox& read, TensorSet& masters);
 
 }  // namespace lockstep

@@ -357,7 +357,7 @@ TEST_F(Collective, GroupsOfEveryLayout) {
   for (const Layout& layout : possible_layouts({.ranks = ranks(), .layers = 8, .experts = 8, .output_groups = 8})) {
     SCOPED_TRACE(layout.str());
     const Grid grid(layout);
-    Groups groups = make_groups(*world, grid);
+    Groups groups = make_groups(*world, grid, "test " + layout.str());
     const auto check = [&](RankGroup& g, const std::vector<int>& members) {
       ASSERT_EQ(g.members(), members);
       ASSERT_EQ(members[g.rank()], me());

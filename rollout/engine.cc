@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "model/batch.h"
+#include "model/head.h"
 #include "model/state.h"
 #include "ops/matmul/matmul.h"
 #include "ops/sample/sample.h"
@@ -243,7 +244,7 @@ bool Engine::Impl::step() {
   const auto forward_start = std::chrono::steady_clock::now();
   TensorView drawn = run_forward(plan);
   TensorView logits = c.workspace->tensor(DType::f32, {num_draws, config.vocab_size}, "engine.logits");
-  if (num_draws > 0) matmul(c, logits, drawn, model.weights->tensors().head);
+  if (num_draws > 0) head_logits(c, model, logits, drawn);
   stats.forward_seconds += seconds_since(forward_start);
 
   const auto sample_start = std::chrono::steady_clock::now();

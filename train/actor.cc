@@ -12,7 +12,7 @@
 #include "core/log.h"
 #include "io/file.h"
 #include "io/safetensors.h"
-#include "ops/logprob/logprob.h"
+#include "model/head.h"
 #include "train/loss.h"
 #include "train/optimizer.h"
 #include "train/pack.h"
@@ -218,7 +218,7 @@ struct Actor::Impl {
     h.logprob = step_arena.tensor(DType::f32, {num_wanted}, "log-probs");
     h.lse = step_arena.tensor(DType::f32, {num_wanted}, "lse");
     h.entropy = step_arena.tensor(DType::f32, {num_wanted}, "entropies");
-    select_logprob(c, h.logprob, h.lse, h.entropy, h.hidden, weights.tensors().head, h.target, h.temperature);
+    head_logprob(c, model, h.logprob, h.lse, h.entropy, h.hidden, h.target, h.temperature);
     return h;
   }
 
@@ -245,9 +245,9 @@ struct Actor::Impl {
       r += n;
     }
     const TensorView dhidden = step_arena.tensor(DType::f32, h.hidden.shape, "dhidden");
-    select_logprob_backward(c, dhidden, gradients.tensors.head, dlogprob,
-                            loss.entropy_coef == 0 ? ConstTensorView() : ConstTensorView(dentropy), h.hidden,
-                            weights.tensors().head, h.target, h.temperature, h.lse, h.entropy);
+    head_logprob_backward(c, model, dhidden, gradients.tensors.head, dlogprob,
+                          loss.entropy_coef == 0 ? ConstTensorView() : ConstTensorView(dentropy), h.hidden, h.target, h.temperature,
+                          h.lse, h.entropy);
     backward(c, model, batch, *pool, saved, dhidden, gradients);
   }
 

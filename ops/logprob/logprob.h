@@ -25,6 +25,7 @@
 namespace lockstep {
 
 inline constexpr int64_t kVocabChunks = 64;
+inline constexpr int64_t vocab_chunk(int64_t vocab) { return (vocab + kVocabChunks - 1) / kVocabChunks; }  // ids a chunk
 inline constexpr int64_t kLogprobRowBlock = 256;
 
 struct RowStats {

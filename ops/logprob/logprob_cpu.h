@@ -24,6 +24,5 @@ float row_entropy(const float* logits, int64_t vocab, float temperature, float l
 void row_backward(float* logits, int64_t vocab, const reference::RowGradient& g);
 }  // namespace simd
 
-inline constexpr int64_t vocab_chunk(int64_t vocab) { return (vocab + kVocabChunks - 1) / kVocabChunks; }
 
 }  // namespace lockstep
