@@ -32,9 +32,7 @@ int export_command(const ExportArgs& args) {
   const std::vector<TensorSpec> table = tensor_table(config.value());
   Arena arena("masters", kArenaReserve);
   TensorSet masters = make_tensor_set(table, arena, [](const TensorSpec&) { return true; });
-  const std::string own = checkpoint.value() + "/masters.safetensors";
-  const std::string& weights = std::filesystem::exists(own, error) ? own : checkpoint.value();
-  if (const Status s = load_checkpoint(weights, config.value(), table, masters); !s) return fail(kExitBadInput, s);
+  if (const Status s = load_checkpoint(checkpoint.value(), config.value(), table, masters); !s) return fail(kExitBadInput, s);
   for (const Status& s : {save_checkpoint(args.directory, config.value(), table, masters), tokenizer.value()->save(args.directory)}) {
     if (!s) return fail(kExitFailure, s);
   }

@@ -12,6 +12,7 @@
 #include "cli/console.h"
 #include "io/safetensors.h"
 #include "io/utf8.h"
+#include "model/checkpoint_boxes.h"
 #include "model/checkpoint_io.h"
 #include "model/config.h"
 #include "model/weights.h"
@@ -105,25 +106,15 @@ Status print_file(const std::string& path, bool tensors) {
   return Status::ok();
 }
 
-// Names of the files against the table of the config: which are missing, which have no use.
-Status print_match(const std::vector<std::string>& files, const std::vector<TensorSpec>& table) {
+// Names of tensors in the files of a checkpoint against the table of the config: which are missing, which have no use.
+Status print_match(const std::vector<std::string>& in_files, const std::vector<TensorSpec>& table) {
   const TensorNames names(table);
   std::set<std::pair<int, int64_t>> found;
   std::vector<std::string> unexpected, missing;
-  for (const std::string& path : files) {
-    Result<SafetensorsFile> file = SafetensorsFile::open(path);
-    if (!file) return file.status();
-    for (const SafetensorsEntry& e : file.value().tensors()) {
-      const std::vector<TensorPiece> pieces = names.pieces(e.name);
-      if (pieces.empty() && !e.name.starts_with("mtp.")) unexpected.push_back(e.name);
-      for (const TensorPiece& p : pieces) {
-        if (p.id < 0) {
-          unexpected.push_back(e.name);
-        } else {
-          found.emplace(p.id, p.expert);
-        }
-      }
-    }
+  for (const std::string& name : in_files) {
+    const std::vector<TensorPiece> pieces = names.pieces(name);
+    if (pieces.empty() && !name.starts_with("mtp.")) unexpected.push_back(name);
+    for (const TensorPiece& p : pieces) found.emplace(p.id, p.expert);
   }
   for (const TensorSpec& t : table) {
     if (found.contains({t.id, -1})) continue;
@@ -151,17 +142,28 @@ Status inspect_directory(const std::string& given) {
   print_config(config.value());
   const std::vector<TensorSpec> table = tensor_table(config.value());
   print_table(table);
-  // A run's checkpoint holds masters and, in a second file, the optimizer's moments; only the first are the model.
-  std::error_code error;
-  std::vector<std::string> files = {path + "/masters.safetensors"};
-  if (!std::filesystem::exists(files[0], error)) {
-    Result<std::vector<std::string>> found = checkpoint_files(path);
-    if (!found) return found.status();
-    files = found.take();
-  }
+  // A run's checkpoint holds masters and, in other files, the optimizer's moments; only the first are the model.
   print("\n");
-  for (const std::string& f : files) LOCKSTEP_RETURN_IF_ERROR(print_file(f, false));
-  LOCKSTEP_RETURN_IF_ERROR(print_match(files, table));
+  if (has_box_files(path, kMastersStem)) {
+    Result<BoxFiles> masters = BoxFiles::open(path, kMastersStem);
+    if (!masters) return masters.status();
+    for (const std::string& f : masters.value().paths()) LOCKSTEP_RETURN_IF_ERROR(print_file(f, false));
+    LOCKSTEP_RETURN_IF_ERROR(print_match(masters.value().names(), table));
+    std::vector<WholeTensor> wanted;
+    for (const TensorSpec& t : table) wanted.push_back({t.name, t.whole, t.master_dtype()});
+    LOCKSTEP_RETURN_IF_ERROR(masters.value().check(wanted));
+  } else {
+    Result<std::vector<std::string>> files = checkpoint_files(path);
+    if (!files) return files.status();
+    std::vector<std::string> names;
+    for (const std::string& f : files.value()) {
+      LOCKSTEP_RETURN_IF_ERROR(print_file(f, false));
+      Result<SafetensorsFile> file = SafetensorsFile::open(f);
+      if (!file) return file.status();
+      for (const SafetensorsEntry& e : file.value().tensors()) names.push_back(e.name);
+    }
+    LOCKSTEP_RETURN_IF_ERROR(print_match(names, table));
+  }
   return check_checkpoint(path);
 }
 

@@ -1,10 +1,12 @@
 // dtype conversions, views, arenas, the thread pool and Philox.
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "core/arena.h"
@@ -149,6 +151,17 @@ TEST(ThreadPool, EveryItemRunsOnceForAnyThreadCount) {
       for (auto& h : hits) EXPECT_EQ(h.load(), 50);
     }
   }
+}
+
+TEST(Check, TheHandlerIsToldBeforeTheEnd) {
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  EXPECT_EXIT(
+      {
+        set_check_handler([](const char* message) { _exit(std::strstr(message, "CHECK failed: 2 + 2 == 5 four") != nullptr ? 7 : 8); });
+        CHECK(2 + 2 == 5, "{}", "four");
+      },
+      ::testing::ExitedWithCode(7), "core_test.cc:[0-9]+: CHECK failed");
+  EXPECT_DEATH(CHECK(2 + 2 == 5), "CHECK failed: 2 \\+ 2 == 5");
 }
 
 }  // namespace

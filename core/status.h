@@ -59,7 +59,12 @@ class [[nodiscard]] Result {
     if (::lockstep::Status status_ = (expr); !status_) return status_; \
   } while (0)
 
-// Prints "FILE:LINE: CHECK failed: EXPR MESSAGE" to standard error and aborts.
+// What else is told of a failed CHECK, before the process aborts: called on the thread that failed, which holds whatever locks it held, and
+// perhaps on two threads at once. nullptr: nobody.
+using CheckHandler = void (*)(const char* message);
+void set_check_handler(CheckHandler handler);
+
+// Prints "FILE:LINE: CHECK failed: EXPR MESSAGE" to standard error, tells the handler, and aborts.
 [[noreturn]] void check_failed(const char* file, int line, const char* expr, std::string message);
 
 // CHECK(condition) or CHECK(condition, "format {}", values...).

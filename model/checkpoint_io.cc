@@ -4,11 +4,15 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <filesystem>
+#include <map>
+#include <memory>
 #include <set>
 
 #include "io/file.h"
 #include "io/json.h"
+#include "model/checkpoint_boxes.h"
 
 namespace lockstep {
 
@@ -75,22 +79,39 @@ void rename_pieces(std::string& name, const Rename& r) {
   }
 }
 
-void convert_rows(TensorView to, const char* from, DType dtype) {  // contiguous, same element count
-  const int64_t n = to.shape.elements();
-  float* p = to.ptr<float>();
-  for (int64_t i = 0; i < n; ++i) {
+// `count` numbers at `from`, which need not be aligned.
+void convert_numbers(float* to, const uint8_t* from, DType dtype, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
     if (dtype == DType::f32) {
-      std::memcpy(&p[i], from + i * 4, 4);
+      std::memcpy(&to[i], from + i * 4, 4);
     } else if (dtype == DType::bf16) {
       bf16 b;
       std::memcpy(&b, from + i * 2, 2);
-      p[i] = to_f32(b);
+      to[i] = to_f32(b);
     } else {
       double v;
       std::memcpy(&v, from + i * 8, 8);
-      p[i] = static_cast<float>(v);
+      to[i] = static_cast<float>(v);
     }
   }
+}
+
+// What neither a forward nor a training step could recover from, in the box of a tensor with `columns` columns.
+Status check_values(const ModelConfig& config, const std::string& file, const std::string& name, int64_t columns, const Box& box, TensorView out) {
+  for (int64_t r = 0; r < out.rows(); ++r) {
+    for (int64_t k = 0; k < out.dim(1); ++k) {
+      if (out.dtype == DType::i32) {
+        const int32_t id = out.row<int32_t>(r)[k];
+        if (id < 0 || id >= config.num_experts)
+          return errorf("{}: tensor {} names expert {} at element {}, expected 0 to {}", file, name, id,
+                        (box.rows.begin + r) * columns + box.columns.begin + k, config.num_experts - 1);
+      } else if (const float v = out.row<float>(r)[k]; !std::isfinite(v)) {
+        return errorf("{}: tensor {} holds {}, which no computation can recover from; the checkpoint is damaged or its training diverged", file,
+                      name, v);
+      }
+    }
+  }
+  return Status::ok();
 }
 
 std::string list_names(const std::vector<std::string>& names) {
@@ -100,89 +121,148 @@ std::string list_names(const std::vector<std::string>& names) {
   return s;
 }
 
-// One file tensor being copied to its place.
-class Loader {
+// Tensors of released files, found by their headers and read from the mapping row by row.
+class ReleasedTensors {
  public:
-  Loader(const ModelConfig& config, const std::vector<TensorSpec>& table, TensorSet& masters)
-      : config_(config), table_(table), masters_(masters), filled_(table.size()) {}
+  explicit ReleasedTensors(const ModelConfig& config) : config_(config), table_(tensor_table(config)), places_(table_.size()) {}
 
-  Status copy(const SafetensorsFile& file, const SafetensorsEntry& e, const TensorPiece& piece) {
+  // `path` is what errors call the whole of `files`.
+  Status open(const std::string& path, const std::vector<std::string>& files, std::string_view prefix) {
+    const TensorNames names(table_);
+    std::vector<std::string> unexpected;
+    for (const std::string& name : files) {
+      Result<SafetensorsFile> opened = SafetensorsFile::open(name);
+      if (!opened) return opened.status();
+      files_.push_back(opened.take());
+      const SafetensorsFile& file = files_.back();
+      for (const SafetensorsEntry& e : file.tensors()) {
+        if (!std::string_view(e.name).starts_with(prefix)) continue;
+        const std::string_view name_in_model = std::string_view(e.name).substr(prefix.size());
+        const std::vector<TensorPiece> pieces = names.pieces(name_in_model);
+        const bool draft = name_in_model.starts_with("mtp.") || name_in_model.starts_with("model.mtp.");
+        if (pieces.empty() && !draft) unexpected.push_back(e.name);
+        for (const TensorPiece& piece : pieces) LOCKSTEP_RETURN_IF_ERROR(place(file, e, piece));
+      }
+    }
+    if (const std::vector<std::string> names_missing = missing(); !names_missing.empty())
+      return errorf("{}: {} tensors of the config are missing: {}", path, names_missing.size(), list_names(names_missing));
+    if (!unexpected.empty()) return errorf("{}: {} tensors do not belong to the config: {}", path, unexpected.size(), list_names(unexpected));
+    return Status::ok();
+  }
+
+  Status read(const TensorSpec& spec, const Box& box, TensorView out) const {
+    const std::map<int64_t, Place>& places = places_[static_cast<size_t>(spec.id)];
+    const Box whole = whole_box(spec.whole);
+    const bool expert_stack = spec.role == TensorRole::expert;
+    const int64_t columns = whole.columns.size(), expert_rows = expert_stack ? whole.rows.size() / spec.whole[0] : whole.rows.size();
+    for (int64_t r = box.rows.begin; r < box.rows.end; ++r) {
+      const int64_t expert = r / expert_rows;
+      const auto own = places.find(expert_stack ? expert : kWhole);
+      const Place& at = own != places.end() ? own->second : places.at(kWhole);
+      int64_t row = r;  // of the file's tensor
+      if (own != places.end() && expert_stack) row = r - expert * expert_rows;
+      if (at.gate_up_half >= 0) row = r + (expert + at.gate_up_half) * expert_rows;
+      const uint8_t* from = at.bytes + static_cast<size_t>(row * columns + box.columns.begin) * dtype_bytes(at.dtype);
+      const TensorView to = out.slice(r - box.rows.begin, 1);
+      if (spec.role == TensorRole::hash_table) {
+        LOCKSTEP_RETURN_IF_ERROR(convert_ids(at, from, to));
+      } else {
+        convert_numbers(to.ptr<float>(), from, at.dtype, to.dim(1));
+      }
+      LOCKSTEP_RETURN_IF_ERROR(check_values(config_, at.file->path(), *at.name, columns, {{row, row + 1}, box.columns}, to));
+    }
+    return Status::ok();
+  }
+
+ private:
+  static constexpr int64_t kWhole = -1;
+  struct Place {
+    const SafetensorsFile* file;
+    const std::string* name;  // in the file
+    const uint8_t* bytes;
+    DType dtype;
+    int64_t gate_up_half;
+  };
+
+  Status place(const SafetensorsFile& file, const SafetensorsEntry& e, const TensorPiece& piece) {
     const TensorSpec& spec = table_[static_cast<size_t>(piece.id)];
-    TensorView to = masters_.views[static_cast<size_t>(piece.id)];
-    if (!filled_[static_cast<size_t>(piece.id)].insert(piece.expert).second)
-      return errorf("{}: tensor {} gives {} a second time", file.path(), e.name, spec.name);
-    Shape want = spec.shape;
+    Shape want = spec.whole;
     if (piece.expert >= 0) {
-      if (piece.expert >= spec.shape[0])
-        return errorf("{}: tensor {} is of expert {}, the config has n_routed_experts {}", file.path(), e.name, piece.expert, spec.shape[0]);
-      to = to.at(piece.expert);
-      want = to.shape;
+      if (piece.expert >= spec.whole[0])
+        return errorf("{}: tensor {} is of expert {}, the config has n_routed_experts {}", file.path(), e.name, piece.expert, spec.whole[0]);
+      want = {spec.whole[1], spec.whole[2]};
     }
     if (piece.gate_up_half >= 0) want.dims[1] *= 2;
     if (e.shape.size() != static_cast<size_t>(want.rank) || !std::equal(e.shape.begin(), e.shape.end(), want.dims.begin()))
       return errorf("{}: tensor {} has shape {}, the config asks for {}", file.path(), e.name, e.shape_str(), want.str());
-    const char* bytes = reinterpret_cast<const char*>(file.bytes(e).data());
-    if (spec.role == TensorRole::hash_table) return copy_ids(file, e, bytes, to);
     DType dtype = DType::f32;
-    if (e.dtype == "BF16") {
+    if (spec.role == TensorRole::hash_table) {
+      if (e.dtype != "I64" && e.dtype != "I32") return errorf("{}: tensor {} is {}, expected I64 or I32", file.path(), e.name, e.dtype);
+      dtype = e.dtype == "I64" ? DType::i64 : DType::i32;
+    } else if (e.dtype == "BF16") {
       dtype = DType::bf16;
     } else if (e.dtype == "F64") {
       dtype = DType::f64;
     } else if (e.dtype != "F32") {
       return errorf("{}: tensor {} is {}, expected F32, BF16 or F64; quantised checkpoints must be converted to bf16 first", file.path(), e.name, e.dtype);
     }
-    if (piece.gate_up_half < 0) {
-      convert_rows(to, bytes, dtype);
-    } else {
-      const size_t half = static_cast<size_t>(spec.shape[1] * spec.shape[2]) * dtype_bytes(dtype);
-      for (int64_t x = 0; x < spec.shape[0]; ++x)
-        convert_rows(to.at(x), bytes + (2 * static_cast<size_t>(x) + static_cast<size_t>(piece.gate_up_half)) * half, dtype);
-    }
-    const float *begin = to.ptr<float>(), *end = begin + to.shape.elements();
-    if (const float* bad = std::find_if(begin, end, [](float v) { return !std::isfinite(v); }); bad != end)
-      return errorf("{}: tensor {} holds {}, which no computation can recover from; the checkpoint is damaged or its training diverged", file.path(), e.name, *bad);
+    const Place at = {&file, &e.name, file.bytes(e).data(), dtype, piece.gate_up_half};
+    std::map<int64_t, Place>& places = places_[static_cast<size_t>(piece.id)];
+    const bool beside_other_form = !places.empty() && (piece.expert == kWhole || places.contains(kWhole));
+    if (beside_other_form || !places.emplace(piece.expert, at).second)
+      return errorf("{}: tensor {} gives {} a second time", file.path(), e.name, spec.name);
     return Status::ok();
   }
 
+  // Table tensors, or "NAME (expert E)", without data.
   std::vector<std::string> missing() const {
     std::vector<std::string> names;
     for (size_t i = 0; i < table_.size(); ++i) {
-      if (filled_[i].contains(-1)) continue;
-      if (table_[i].role != TensorRole::expert || filled_[i].empty()) {
+      if (places_[i].contains(kWhole)) continue;
+      if (table_[i].role != TensorRole::expert || places_[i].empty()) {
         names.push_back(table_[i].name);
         continue;
       }
-      for (int64_t x = 0; x < table_[i].shape[0]; ++x)
-        if (!filled_[i].contains(x)) names.push_back(fmt::format("{} (expert {})", table_[i].name, x));
+      for (int64_t x = 0; x < table_[i].whole[0]; ++x)
+        if (!places_[i].contains(x)) names.push_back(fmt::format("{} (expert {})", table_[i].name, x));
     }
     return names;
   }
 
- private:
-  Status copy_ids(const SafetensorsFile& file, const SafetensorsEntry& e, const char* bytes, TensorView to) {
-    if (e.dtype != "I64" && e.dtype != "I32") return errorf("{}: tensor {} is {}, expected I64 or I32", file.path(), e.name, e.dtype);
-    const int64_t n = to.shape.elements();
-    for (int64_t i = 0; i < n; ++i) {
+  static Status convert_ids(const Place& at, const uint8_t* from, TensorView to) {
+    int32_t* ids = to.ptr<int32_t>();
+    for (int64_t i = 0; i < to.dim(1); ++i) {
       int64_t id = 0;
-      int32_t narrow = 0;
-      if (e.dtype == "I64") {
-        std::memcpy(&id, bytes + i * 8, 8);
-      } else {
-        std::memcpy(&narrow, bytes + i * 4, 4);
-        id = narrow;
+      if (at.dtype == DType::i32) {
+        std::memcpy(&ids[i], from + i * 4, 4);
+        continue;
       }
-      if (id < 0 || id >= config_.num_experts)
-        return errorf("{}: tensor {} names expert {} at element {}, expected 0 to {}", file.path(), e.name, id, i, config_.num_experts - 1);
-      to.ptr<int32_t>()[i] = static_cast<int32_t>(id);
+      std::memcpy(&id, from + i * 8, 8);
+      ids[i] = static_cast<int32_t>(id);
+      if (ids[i] != id) return errorf("{}: tensor {} names expert {}", at.file->path(), *at.name, id);
     }
     return Status::ok();
   }
 
-  const ModelConfig& config_;
-  const std::vector<TensorSpec>& table_;
-  TensorSet& masters_;
-  std::vector<std::set<int64_t>> filled_;  // expert ids, or -1 for the whole tensor
+  const ModelConfig config_;
+  const std::vector<TensorSpec> table_;
+  std::deque<SafetensorsFile> files_;              // places point into them
+  std::vector<std::map<int64_t, Place>> places_;  // [table] by expert, or kWhole
 };
+
+// The masters of a run: whole tensors by the table's names, in any number of files.
+Result<ReadBox> masters_source(const std::string& directory, const ModelConfig& config) {
+  Result<BoxFiles> opened = BoxFiles::open(directory, kMastersStem);
+  if (!opened) return opened.status();
+  const auto files = std::make_shared<const BoxFiles>(opened.take());
+  std::vector<WholeTensor> wanted;
+  for (const TensorSpec& t : tensor_table(config)) wanted.push_back({t.name, t.whole, t.master_dtype()});
+  LOCKSTEP_RETURN_IF_ERROR(files->check(wanted));
+  return ReadBox([files, config](const TensorSpec& spec, const Box& box, TensorView out) {
+    LOCKSTEP_RETURN_IF_ERROR(files->read(spec.name, box, out));
+    return check_values(config, files->directory(), spec.name, whole_box(spec.whole).columns.size(), box, out);
+  });
+}
 
 }  // namespace
 
@@ -261,36 +341,22 @@ Result<std::vector<std::string>> checkpoint_files(const std::string& path) {
   return files;
 }
 
-Result<LoadReport> load_masters(const std::vector<std::string>& files, std::string_view prefix, const ModelConfig& config,
-                                const std::vector<TensorSpec>& table, TensorSet& masters) {
-  const TensorNames names(table);
-  Loader loader(config, table, masters);
-  LoadReport report;
-  for (const std::string& path : files) {
-    Result<SafetensorsFile> file = SafetensorsFile::open(path);
-    if (!file) return file.status();
-    for (const SafetensorsEntry& e : file.value().tensors()) {
-      if (!std::string_view(e.name).starts_with(prefix)) continue;
-      const std::string_view name = std::string_view(e.name).substr(prefix.size());
-      const std::vector<TensorPiece> pieces = names.pieces(name);
-      if (pieces.empty() && !name.starts_with("mtp.") && !name.starts_with("model.mtp.")) report.unexpected.push_back(e.name);
-      for (const TensorPiece& piece : pieces) LOCKSTEP_RETURN_IF_ERROR(loader.copy(file.value(), e, piece));
-    }
-  }
-  report.missing = loader.missing();
-  return report;
+Result<ReadBox> released_source(const std::string& path, const std::vector<std::string>& files, std::string_view prefix, const ModelConfig& config) {
+  const auto tensors = std::make_shared<ReleasedTensors>(config);
+  LOCKSTEP_RETURN_IF_ERROR(tensors->open(path, files, prefix));
+  return ReadBox([tensors](const TensorSpec& spec, const Box& box, TensorView out) { return tensors->read(spec, box, out); });
+}
+
+Result<ReadBox> checkpoint_source(const std::string& path, const ModelConfig& config) {
+  if (has_box_files(path, kMastersStem)) return masters_source(path, config);
+  Result<std::vector<std::string>> files = checkpoint_files(path);
+  if (!files) return files.status();
+  return released_source(path, files.value(), "", config);
 }
 
 Status load_checkpoint(const std::string& path, const ModelConfig& config, const std::vector<TensorSpec>& table, TensorSet& masters) {
-  Result<std::vector<std::string>> files = checkpoint_files(path);
-  if (!files) return files.status();
-  Result<LoadReport> report = load_masters(files.value(), "", config, table, masters);
-  if (!report) return report.status();
-  if (!report.value().missing.empty())
-    return errorf("{}: {} tensors of the config are missing: {}", path, report.value().missing.size(), list_names(report.value().missing));
-  if (!report.value().unexpected.empty())
-    return errorf("{}: {} tensors do not belong to the config: {}", path, report.value().unexpected.size(), list_names(report.value().unexpected));
-  return Status::ok();
+  Result<ReadBox> source = checkpoint_source(path, config);
+  return source ? read_masters(table, source.value(), masters) : source.status();
 }
 
 void for_each_released(const std::vector<TensorSpec>& table, const TensorSet& masters, const std::function<void(std::string, ConstTensorView)>& f) {

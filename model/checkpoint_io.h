@@ -33,19 +33,18 @@ class TensorNames {
   std::vector<std::pair<std::string, int>> sorted_;
 };
 
-struct LoadReport {
-  std::vector<std::string> missing;     // table tensors (or "NAME expert E") without data
-  std::vector<std::string> unexpected;  // file tensors of no use; mtp.* is not listed, the draft block is not built
-};
-
 // Files of a checkpoint: the path itself when it is a file, the shards of model.safetensors.index.json, or every *.safetensors of a directory.
 Result<std::vector<std::string>> checkpoint_files(const std::string& path);
 
-// Reads every tensor whose file name starts with `prefix` (which is cut off) into the masters, converting f64 and bf16 to f32 and table ids to i32.
-// Errors: unreadable file, shape or dtype that does not fit, a tensor twice, expert ids out of range, quantised data.
-Result<LoadReport> load_masters(const std::vector<std::string>& files, std::string_view prefix, const ModelConfig& config,
-                                const std::vector<TensorSpec>& table, TensorSet& masters);
-// load_masters of a whole checkpoint, where anything missing or unexpected is an error that lists it.
+// Where a model's boxes are read from. Files stay mapped for as long as the source lives, and only what is asked for is read; what headers
+// can tell is checked at once, for the whole model: tensors missing, not of the model or twice, shapes, dtypes, expert ids. Numbers are
+// converted to f32, table ids to i32, and checked as they are read: all finite, ids of experts that exist. Sources may be shared by threads.
+//
+// Of every tensor whose file name starts with `prefix` (which is cut off), F32, BF16 or F64. `path` is what errors call the files together.
+Result<ReadBox> released_source(const std::string& path, const std::vector<std::string>& files, std::string_view prefix, const ModelConfig& config);
+// Of a directory with a run's masters, written by any number of ranks (model/checkpoint_boxes.h), or of checkpoint_files(path).
+Result<ReadBox> checkpoint_source(const std::string& path, const ModelConfig& config);
+// masters.views of every held spec, from checkpoint_source.
 Status load_checkpoint(const std::string& path, const ModelConfig& config, const std::vector<TensorSpec>& table, TensorSet& masters);
 
 // Calls f(file name, view) for every tensor in released spelling, experts one by one.

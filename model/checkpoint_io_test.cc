@@ -24,7 +24,8 @@ ModelConfig small_config() {
 }
 
 struct Masters {
-  explicit Masters(const ModelConfig& config) : table(tensor_table(config)), arena("masters", 1 << 26) {
+  explicit Masters(const ModelConfig& config) : Masters(config, whole_shard(config)) {}
+  Masters(const ModelConfig& config, const Shard& shard) : table(tensor_table(config, shard)), arena("masters", 1 << 26) {
     set = make_tensor_set(table, arena, [](const TensorSpec&) { return true; });
   }
   std::vector<TensorSpec> table;
@@ -40,6 +41,26 @@ class CheckpointIo : public ::testing::Test {
     std::filesystem::create_directories(dir);
   }
   void TearDown() override { std::filesystem::remove_all(dir); }
+  // The checkpoint gives `all`, to a reader of everything and to every rank of a layout that reads its part.
+  void expect_holds(const std::vector<TensorView>& all) {
+    Result<ReadBox> source = checkpoint_source(dir, config);
+    ASSERT_TRUE(source) << source.message();
+    for (const Layout& layout : {Layout{}, Layout{2, 3, 3, 3}}) {
+      for (int rank = 0; rank < layout.ranks(); ++rank) {
+        Masters part(config, shard_of(config, Grid(layout), balance_layers({.layers = {1, 1, 1}}, layout.pp), rank));
+        const Status s = read_masters(part.table, source.value(), part.set);
+        ASSERT_TRUE(s) << s.message();
+        for (const TensorSpec& t : part.table) {
+          if (!t.held()) continue;
+          const TensorView mine = matrix_view(part.set.views[static_cast<size_t>(t.id)]);
+          const TensorView theirs = matrix_view(all[static_cast<size_t>(t.id)]).slice(t.box.rows.begin, t.box.rows.size()).cols(t.box.columns.begin, t.box.columns.size());
+          for (int64_t r = 0; r < mine.rows(); ++r)
+            ASSERT_EQ(std::memcmp(mine.slice(r, 1).data, theirs.slice(r, 1).data, static_cast<size_t>(mine.dim(1)) * 4), 0)
+                << t.name << " row " << r << " of rank " << rank << " of " << layout.str();
+        }
+      }
+    }
+  }
   std::string dir;
   ModelConfig config = small_config();
 };
@@ -86,6 +107,7 @@ TEST_F(CheckpointIo, EveryTensorSurvivesTheRoundTrip) {
   const Status s = load_checkpoint(dir, config, b.table, b.set);
   ASSERT_TRUE(s) << s.message();
   for (size_t i = 0; i < a.table.size(); ++i) EXPECT_EQ(testing::count_bit_differences(a.set.views[i], b.set.views[i]), 0) << a.table[i].name;
+  expect_holds(a.set.views);
   EXPECT_EQ(load_model_config(dir + "/config.json").value(), config);
 }
 
@@ -115,6 +137,37 @@ TEST_F(CheckpointIo, StackedTransformersExpertsAreSplit) {
   const Status s = load_checkpoint(dir, config, b.table, b.set);
   ASSERT_TRUE(s) << s.message();
   for (size_t i = 0; i < a.table.size(); ++i) EXPECT_EQ(testing::count_bit_differences(a.set.views[i], b.set.views[i]), 0) << a.table[i].name;
+  expect_holds(a.set.views);
+
+  const TensorSpec& w2 = *std::find_if(a.table.begin(), a.table.end(), [](const TensorSpec& t) { return t.name.ends_with("experts.*.w2.weight"); });
+  writer.add("layers.0.ffn.experts.1.w2.weight", a.set.views[static_cast<size_t>(w2.id)].at(1));
+  ASSERT_TRUE(writer.write(dir + "/model.safetensors"));
+  const Status twice = load_checkpoint(dir, config, b.table, b.set);
+  ASSERT_FALSE(twice);
+  EXPECT_NE(twice.message().find("gives layers.0.ffn.experts.*.w2.weight a second time"), std::string::npos) << twice.message();
+}
+
+TEST_F(CheckpointIo, BfloatsAndWideIdsAreConverted) {
+  Masters a(config);
+  initialize_masters(config, a.table, a.set, 14);
+  SafetensorsWriter writer;
+  std::vector<testing::Tensor> stored;
+  for_each_released(a.table, a.set, [&](const std::string& name, ConstTensorView v) {
+    const int64_t n = v.shape.elements();
+    if (v.dtype == DType::i32) {
+      stored.emplace_back(DType::i64, v.shape);
+      std::copy_n(v.ptr<int32_t>(), n, stored.back().view().ptr<int64_t>());
+    } else {
+      stored.emplace_back(DType::bf16, v.shape);
+      for (int64_t i = 0; i < n; ++i) {
+        stored.back().view().ptr<bf16>()[i] = to_bf16(v.ptr<float>()[i]);
+        const_cast<float*>(v.ptr<float>())[i] = to_f32(to_bf16(v.ptr<float>()[i]));  // what reading must give
+      }
+    }
+    writer.add(name, stored.back());
+  });
+  ASSERT_TRUE(writer.write(dir + "/model.safetensors"));
+  expect_holds(a.set.views);
 }
 
 TEST_F(CheckpointIo, WrongFilesAreRefusedByName) {

@@ -91,10 +91,9 @@ class GoldenModel {
       g->tokens.push_back(static_cast<int32_t>(id));
     }
     g->masters = make_tensor_set(g->weights.table(), g->arena, [](const TensorSpec&) { return true; });
-    Result<LoadReport> report = load_masters({path}, "weight.", g->config, g->weights.table(), g->masters);
-    if (!report) return report.status();
-    if (!report.value().missing.empty()) return errorf("{}: weight of {} is missing", path, report.value().missing.front());
-    if (!report.value().unexpected.empty()) return errorf("{}: {} is not a tensor of the config", path, report.value().unexpected.front());
+    Result<ReadBox> source = released_source(path, {path}, "weight.", g->config);
+    if (!source) return source.status();
+    LOCKSTEP_RETURN_IF_ERROR(read_masters(g->weights.table(), source.value(), g->masters));
     g->weights.load(c, g->masters, 0);
     g->model.weights = &g->weights;
     g->model.rope = make_rope_tables(g->config, g->length, g->arena);

@@ -78,6 +78,9 @@ struct SignalState {
   std::atomic<bool> terminate{false};  // SIGTERM came
   std::atomic<pid_t> watchdog_thread{0};
   double patience_s = 0;  // how long a crashing thread waits for the watchdog to end the process
+  // Of the first CHECK that failed; it aborts next.
+  std::atomic<bool> check_failed{false}, check_known{false};
+  char check_message[1024];
 };
 SignalState signals;
 
@@ -102,6 +105,13 @@ constexpr int kCrashSignals[] = {SIGABRT};
 constexpr int kCrashSignals[] = {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL};
 #endif
 
+// "/a/b/model/moe_layer.cc" is "model/moe_layer.cc".
+std::string_view room_and_file(std::string_view path) {
+  size_t slash = path.rfind('/');
+  if (slash != std::string_view::npos && slash > 0) slash = path.rfind('/', slash - 1);
+  return slash == std::string_view::npos ? path : path.substr(slash + 1);
+}
+
 void handle(int signal, void (*handler)(int)) {
   struct sigaction action {};
   action.sa_handler = handler;
@@ -115,11 +125,12 @@ void copy_cut(char* to, size_t size, std::string_view from) {
   to[n] = '\0';
 }
 
-// "/a/b/model/moe_layer.cc" is "model/moe_layer.cc".
-std::string_view room_and_file(std::string_view path) {
-  size_t slash = path.rfind('/');
-  if (slash != std::string_view::npos && slash > 0) slash = path.rfind('/', slash - 1);
-  return slash == std::string_view::npos ? path : path.substr(slash + 1);
+// "FILE:LINE: CHECK failed: ..."
+void on_failed_check(const char* message) {
+  if (signals.check_failed.exchange(true)) return;
+  const std::string_view text = message, file = text.substr(0, text.find(": CHECK failed"));
+  copy_cut(signals.check_message, sizeof signals.check_message, text.substr(file.size() - room_and_file(file).size()));
+  signals.check_known.store(true);
 }
 
 std::string stop_path(const std::string& directory) { return directory + "/stop"; }
@@ -164,9 +175,12 @@ Watchdog::Watchdog(int rank, int world, WatchdogOptions options)
   sem_init(&signals.wake, 0, 0);
   signals.crash.store(0);
   signals.terminate.store(false);
+  signals.check_failed.store(false);
+  signals.check_known.store(false);
   signals.patience_s = 2 * options.grace_s + 2;
   for (int s : kCrashSignals) handle(s, on_crash);
   handle(SIGTERM, on_terminate);
+  set_check_handler(on_failed_check);
   thread_ = std::thread([this] { run(); });
 }
 
@@ -177,6 +191,7 @@ Watchdog::~Watchdog() {
   thread_.join();
   for (int s : kCrashSignals) handle(s, SIG_DFL);
   handle(SIGTERM, SIG_DFL);
+  set_check_handler(nullptr);
   signals.in_use.store(false);
 }
 
@@ -290,9 +305,9 @@ void Watchdog::run() {
 bool Watchdog::look(Cause* cause) {
   ++ticks_;
   if (const int signal = signals.crash.load(); signal != 0) {
-    const char* what = signal == SIGABRT ? "a CHECK failed or an exception escaped; standard error of this rank says which"
-                                         : "see its standard error";
-    *cause = {FlightCause::crash, fmt::format("{} ({})", strsignal(signal), what)};
+    const bool check = signal == SIGABRT && signals.check_known.load();
+    const char* what = signal == SIGABRT ? "an exception escaped; standard error of this rank says which" : "see its standard error";
+    *cause = {FlightCause::crash, check ? signals.check_message : fmt::format("{} ({})", strsignal(signal), what)};
     return true;
   }
   // Files are looked at without the lock: a slow file system must not slow the rank.

@@ -7,6 +7,8 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <thread>
+
 #include "io/testing.h"
 #include "parallel/diagnosis.h"
 
@@ -170,6 +172,18 @@ TEST_F(WatchdogTest, Signals) {
   EXPECT_EQ(only_record().cause, FlightCause::terminated);
   fresh_directory();
   EXPECT_EXIT(after(SIGABRT), ExitedWithCode(kExitStalled), "rank 0 crashed: Aborted");
+  EXPECT_EQ(only_record().cause, FlightCause::crash);
+}
+
+TEST_F(WatchdogTest, FailedChecks) {
+  fresh_directory();
+  const auto fail = [&] {
+    Watchdog dog(0, 2, {.deadline_s = 60, .grace_s = 0.2});
+    dog.record_in(directory_);
+    const int rows = 3;
+    std::thread([&] { CHECK(rows == 4, "{} rows", rows); }).join();  // on any thread
+  };
+  EXPECT_EXIT(fail(), ExitedWithCode(kExitStalled), "rank 0 crashed: parallel/watchdog_test.cc:[0-9]+: CHECK failed: rows == 4 3 rows");
   EXPECT_EQ(only_record().cause, FlightCause::crash);
 }
 

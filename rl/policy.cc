@@ -21,7 +21,6 @@ namespace {
 // Address space only; pages are committed by first touch.
 constexpr size_t kArenaReserve = size_t{256} << 30;
 constexpr const char* kConfigFile = "config.json";
-constexpr const char* kMastersFile = "masters.safetensors";
 constexpr const char* kRandom = "random";
 
 bool is_directory(const std::string& path) {
@@ -46,9 +45,7 @@ Status fill_masters(const PolicyOptions& options, const ModelConfig& config, con
     initialize_masters(config, table, masters, seed);
     return Status::ok();
   }
-  // A directory that a run wrote holds masters beside the optimizer's state; any other is a released checkpoint.
-  const std::string masters_file = options.init + "/" + kMastersFile;
-  return load_checkpoint(exists(masters_file) ? masters_file : options.init, config, table, masters);
+  return load_checkpoint(options.init, config, table, masters);
 }
 
 Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
