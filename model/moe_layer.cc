@@ -1,5 +1,7 @@
 #include "model/moe_layer.h"
 
+#include "model/expert_exchange.h"
+#include "model/experts.h"
 #include "model/linear.h"
 #include "ops/gate/gate.h"
 #include "ops/moe_permute/moe_permute.h"
@@ -30,23 +32,26 @@ void moe_layer_forward(Context& c, const Model& model, int layer, const Sequence
   saved.offsets = keep.tensor(DType::i32, {m.num_experts + 1}, "moe.offsets");
   saved.row_token = keep.tensor(DType::i32, {R}, "moe.row_token");
   saved.slot_row = keep.tensor(DType::i32, {T, K}, "moe.slot_row");
-  saved.rho = keep.tensor(DType::f32, {R}, "moe.rho");
-  saved.g = keep.tensor(dtype, {R, I}, "moe.g");
-  saved.u = keep.tensor(dtype, {R, I}, "moe.u");
   saved.shared_g = keep.tensor(dtype, {T, I}, "moe.shared_g");
   saved.shared_u = keep.tensor(dtype, {T, I}, "moe.shared_u");
   moe_plan(c, saved.offsets, saved.row_token, saved.slot_row, saved.ids);
-  moe_spread(c, saved.rho, saved.weight, saved.slot_row);
 
   ArenaScope scope(*c.workspace);
   Arena& ws = *c.workspace;
-  TensorView x = ws.tensor(dtype, {R, D}, "moe.x");
-  moe_gather(c, x, u, saved.row_token);
-  grouped_matmul(c, saved.g, x, w.w1, saved.offsets);
-  grouped_matmul(c, saved.u, x, w.w3, saved.offsets);
-  TensorView a = ws.tensor(dtype, {R, I}, "moe.a");
-  swiglu(c, a, saved.g, saved.u, saved.rho, m.swiglu_limit);
-  grouped_matmul(c, x, a, w.w2, saved.offsets);  // x is free: the experts' outputs take its place
+  TensorView rows = ws.tensor(dtype, {R, D}, "moe.rows");
+  if (experts_are_spread(model)) {
+    TensorView rho = ws.tensor(DType::f32, {R}, "moe.home_rho");
+    moe_spread(c, rho, saved.weight, saved.slot_row);
+    exchange_forward(c, model, layer, rows, u, rho, saved, keep);
+  } else {
+    saved.rho = keep.tensor(DType::f32, {R}, "moe.rho");
+    saved.g = keep.tensor(dtype, {R, I}, "moe.g");
+    saved.u = keep.tensor(dtype, {R, I}, "moe.u");
+    TensorView a = ws.tensor(dtype, {R, I}, "moe.a");
+    moe_spread(c, saved.rho, saved.weight, saved.slot_row);
+    moe_gather(c, rows, u, saved.row_token);
+    experts_forward(c, model, layer, rows, saved.g, saved.u, a, rows, saved.rho, saved.offsets);  // results take the place of the rows
+  }
 
   matmul(c, saved.shared_g, u, w.shared_w1);
   matmul(c, saved.shared_u, u, w.shared_w3);
@@ -54,7 +59,7 @@ void moe_layer_forward(Context& c, const Model& model, int layer, const Sequence
   swiglu(c, shared_a, saved.shared_g, saved.shared_u, ConstTensorView(), m.swiglu_limit);
   TensorView shared_y = ws.tensor(dtype, {T, D}, "moe.shared_y");
   matmul(c, shared_y, shared_a, w.shared_w2);
-  moe_combine(c, y, x, saved.slot_row, shared_y);
+  moe_combine(c, y, rows, saved.slot_row, shared_y);
   if (model.probe) (*model.probe)(layer, "ffn.y", y);
 }
 
@@ -79,21 +84,17 @@ void moe_layer_backward(Context& c, const Model& model, int layer, const Sequenc
   }
 
   // Routed experts: rows of dy, back through w2, SwiGLU, w1 and w3, summed at the token.
-  TensorView drows = ws.tensor(DType::f32, {R, D}, "moe.drows");
-  moe_gather(c, drows, dy, saved.row_token);
-  TensorView a = ws.tensor(u.dtype, {R, I}, "moe.a");
-  swiglu(c, a, saved.g, saved.u, saved.rho, m.swiglu_limit);
-  TensorView da = ws.tensor(DType::f32, {R, I}, "moe.da");
-  grouped_matmul_backward_input(c, da, drows, w.w2, saved.offsets);
-  if (!grad.w2.empty()) grouped_matmul_backward_weight(c, grad.w2, drows, a, saved.offsets);
-  TensorView dg = ws.tensor(DType::f32, {R, I}, "moe.dg"), dup = ws.tensor(DType::f32, {R, I}, "moe.du"), drho = ws.tensor(DType::f32, {R}, "moe.drho");
-  swiglu_backward(c, dg, dup, drho, da, saved.g, saved.u, saved.rho, m.swiglu_limit);
-  TensorView x = ws.tensor(u.dtype, {R, D}, "moe.x");
-  moe_gather(c, x, u, saved.row_token);
-  if (!grad.w1.empty()) grouped_matmul_backward_weight(c, grad.w1, dg, x, saved.offsets);
-  if (!grad.w3.empty()) grouped_matmul_backward_weight(c, grad.w3, dup, x, saved.offsets);
-  grouped_matmul_backward_input(c, drows, dg, w.w1, saved.offsets);
-  grouped_matmul_backward_input(c, drows, dup, w.w3, saved.offsets, /*accumulate=*/true);
+  TensorView drows = ws.tensor(DType::f32, {R, D}, "moe.drows"), drho = ws.tensor(DType::f32, {R}, "moe.drho");
+  if (experts_are_spread(model)) {
+    exchange_backward(c, model, layer, drows, drho, dy, saved, grad);
+  } else {
+    ArenaScope experts_scope(ws);
+    TensorView x = ws.tensor(u.dtype, {R, D}, "moe.x"), a = ws.tensor(u.dtype, {R, I}, "moe.a");
+    TensorView dg = ws.tensor(DType::f32, {R, I}, "moe.dg"), dup = ws.tensor(DType::f32, {R, I}, "moe.du");
+    moe_gather(c, x, u, saved.row_token);
+    moe_gather(c, drows, dy, saved.row_token);
+    experts_backward(c, model, layer, drows, drho, {x, saved.rho, saved.g, saved.u, saved.offsets}, {a, dg, dup}, grad);
+  }
   moe_gather_backward(c, du, drows, saved.slot_row);
 
   // Router: through the weights, never through the choice.

@@ -29,8 +29,10 @@ struct SavedMoe {
   TensorView z;                             // [T, E] f32 router logits
   TensorView ids, weight;                   // [T, K] i32, [T, K] f32
   TensorView offsets, row_token, slot_row;  // [E + 1], [R], [T, K] i32, R = T*K
-  TensorView rho;                           // [R] f32 weight of each row
-  TensorView g, u;                          // [R, I]
+  // Rows as the experts of this rank met them: its own R, or the A that came here if experts are spread over an ep group.
+  TensorView rho;                           // [R or A] f32 weight of each row
+  TensorView g, u;                          // [R or A, I]
+  TensorView counts, x;                     // spread alone: [ep, E] i64 rows that each rank has for each expert; [A, D]
   TensorView shared_g, shared_u;            // [T, I]
 };
 

@@ -33,6 +33,7 @@ struct Model {
   const Probe* probe = nullptr;  // usually null
   RankGroup* tp = nullptr;       // share heads and vocabulary; null: alone
   RankGroup* ep = nullptr;       // share experts; null: alone
+  int64_t exchange_rows = 1024;  // rows that an ep rank sends to another at a time: bounds the buffers (model/expert_exchange.h)
 };
 
 struct SavedLayer;  // what a layer's backward needs; model/saved.h

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <new>
 
+#include "model/head.h"
 #include "ops/adamw/adamw.h"
 #include "ops/testing.h"
 
@@ -96,6 +97,39 @@ TEST_P(SteadyState, AStepAllocatesNothing) {
 INSTANTIATE_TEST_SUITE_P(Modes, SteadyState,
                          ::testing::Combine(::testing::Values(Numerics::f32, Numerics::bf16), ::testing::Values(1, 2),
                                             ::testing::Values(Recompute::none, Recompute::layer)));
+
+// A rank without work takes part all the same: no row, no gradient, and nothing on the way minds.
+TEST_P(SteadyState, ABatchWithoutTokensIsLegal) {
+  const auto [numerics, threads, recompute] = GetParam();
+  const ModelConfig config = every_kind();
+  CpuContext c(threads, size_t{1} << 30);
+  Arena arena("model", size_t{1} << 30), step_arena("step", size_t{1} << 30);
+  Weights weights(config, numerics, arena);
+  ASSERT_TRUE(weights.load(c, random_boxes(config, 1), 0).is_ok());
+  Gradients gradients = make_gradients(config, arena, [](const TensorSpec&) { return true; });
+  Model model;
+  model.weights = &weights;
+  model.rope = make_rope_tables(config, 64, arena);
+  const int64_t page_tokens = default_page_tokens(config);
+  StatePool state(config, numerics, 2, 2, page_tokens, arena);
+  BatchBuilder builder(config, page_tokens);
+  Saved saved;
+  saved.arena = &step_arena;
+  saved.recompute = recompute;
+  for (const WantedRows wanted : {WantedRows::all, WantedRows::last_of_each}) {
+    const SequenceBatch& batch = builder.build(c.workspace(), {}, wanted);
+    EXPECT_EQ(forward(c, model, batch, state, nullptr).rows(), 0);
+    const TensorView hidden = forward(c, model, batch, state, &saved);
+    EXPECT_EQ(hidden.shape, (Shape{0, config.hidden_size}));
+    const testing::Tensor none(DType::f32, {0}), targets(DType::i32, {0}), dhidden(DType::f32, hidden.shape);
+    head_logits(c, model, testing::Tensor(DType::f32, {0, config.vocab_size}), hidden);
+    head_logprob(c, model, none, none, none, hidden, targets, none);
+    head_logprob_backward(c, model, dhidden, gradients.tensors.head, none, none, hidden, targets, none, none, none);
+    backward(c, model, batch, state, saved, dhidden, gradients);
+    for (const TensorView& run : {gradients.dense, gradients.experts})
+      EXPECT_EQ(testing::count_bit_differences(run, testing::Tensor(DType::f32, run.shape)), 0);
+  }
+}
 
 // The counter counts: the test above would see one allocation.
 TEST(SteadyStateControl, AnAllocationIsCounted) {
