@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "model/linear.h"
+#include "model/tensor_parallel.h"
 #include "ops/attention/attention.h"
 #include "ops/cast/cast.h"
 #include "ops/compressor/compressor.h"
@@ -23,12 +24,23 @@ struct LayerParts {
   const EntryView& entries;
   const SequenceView& seq;
   ConstTensorView rope_table;
+  int64_t H, groups;  // held by this rank
+  RankGroup* tp;      // null: alone
 };
 LayerParts layer_parts(const Model& model, int layer, const SequenceBatch& batch, const StatePool& state) {
   const ModelConfig& m = model.weights->config();
+  const Shard& shard = model.weights->shard();
   const size_t i = static_cast<size_t>(layer);
-  return {m,          m.layers[i], model.weights->tensors().layers[i], state.layer(layer), batch.entries[i],
-          batch.seq, m.layers[i].compressed() ? model.rope.compressed : model.rope.window};
+  return {m,
+          m.layers[i],
+          model.weights->tensors().layers[i],
+          state.layer(layer),
+          batch.entries[i],
+          batch.seq,
+          m.layers[i].compressed() ? model.rope.compressed : model.rope.window,
+          shard.heads(m).size(),
+          shard.groups(m).size(),
+          tp_group(model)};
 }
 
 // Group i of a grouped output: columns of o and of a, and the group's own matrix.
@@ -63,34 +75,43 @@ void compress_and_store(Context& c, const CompressorShape& shape, const Compress
   ring_update(c, ring, proj, seq);
 }
 
-// The csa layer's choice of entries for every query; no gradient passes here.
+// The csa layer's choice of entries for every query; no gradient passes here. All ranks of a tp group keep all keys; each chooses for its
+// share of the rows, with all heads, and the lists are gathered.
 void select_entries(Context& c, const ModelConfig& m, const LayerConfig& l, const IndexerTensors<WeightView>& w, const LayerState& s,
                     ConstTensorView rope_table, const EntryView& entries, const SequenceView& seq, ConstTensorView u, ConstTensorView qr,
-                    TensorView selected) {
+                    TensorView selected, RankGroup* tp) {
   ArenaScope scope(*c.workspace);
   Arena& ws = *c.workspace;
-  const int64_t T = seq.num_tokens;
   const CompressorShape shape = compressor_shape(l, m.index_head_dim);
-  TensorView proj = ws.tensor(DType::f32, {T, shape.proj_width()}, "indexer.proj");
+  TensorView proj = ws.tensor(DType::f32, {seq.num_tokens, shape.proj_width()}, "indexer.proj");
   project_compressor(c, proj, u, w.compressor);
   TensorView pooled = ws.tensor(u.dtype, {entries.num_entries, m.index_head_dim}, "indexer.pooled");
   compress_and_store(c, shape, w.compressor, proj, pooled, TensorView(), s.index_ring, s.index_entries, s.per_page, rope_table, m.norm_eps, entries, seq);
 
-  TensorView q = ws.tensor(u.dtype, {T, m.index_heads * m.index_head_dim}, "indexer.q");
-  matmul(c, q, qr, w.wq_b);
-  rope(c, q, seq.token_pos, rope_table, m.index_heads, /*inverse=*/false);
-  TensorView head_weight = ws.tensor(DType::f32, {T, m.index_heads}, "indexer.head_weight");
-  matmul(c, head_weight, u, w.weights_proj);
-  scale(c, head_weight, 1.0f / std::sqrt(static_cast<float>(m.index_head_dim)) / std::sqrt(static_cast<float>(m.index_heads)));
-  index_select(c, selected, q.reshape({T, m.index_heads, m.index_head_dim}), head_weight, s.index_entries, seq, {l.ratio, s.per_page});
+  const Range own = tp == nullptr ? Range{0, seq.num_tokens} : part_of(seq.num_tokens, tp->size(), tp->rank());
+  if (const int64_t n = own.size(); n > 0) {
+    const SequenceView rows = tp == nullptr ? seq : slice_rows(seq, own.begin, n, ws);
+    TensorView q = ws.tensor(u.dtype, {n, m.index_heads * m.index_head_dim}, "indexer.q");
+    matmul(c, q, qr.slice(own.begin, n), w.wq_b);
+    rope(c, q, rows.token_pos, rope_table, m.index_heads, /*inverse=*/false);
+    TensorView head_weight = ws.tensor(DType::f32, {n, m.index_heads}, "indexer.head_weight");
+    matmul(c, head_weight, u.slice(own.begin, n), w.weights_proj);
+    scale(c, head_weight, 1.0f / std::sqrt(static_cast<float>(m.index_head_dim)) / std::sqrt(static_cast<float>(m.index_heads)));
+    index_select(c, selected.slice(own.begin, n), q.reshape({n, m.index_heads, m.index_head_dim}), head_weight, s.index_entries, rows,
+                 {l.ratio, s.per_page});
+  }
+  if (tp == nullptr) return;
+  std::vector<int64_t> shares;
+  for (int r = 0; r < tp->size(); ++r) shares.push_back(part_of(seq.num_tokens, tp->size(), r).size());
+  tp->all_gather(c, selected, selected.slice(own.begin, own.size()), shares, kTpEntries);
 }
 
 }  // namespace
 
 void attention_layer_forward(Context& c, const Model& model, int layer, const SequenceBatch& batch, const StatePool& state, TensorView y,
                              ConstTensorView u, SavedAttention& saved, Arena& keep) {
-  const auto [m, l, w, s, entries, seq, rope_table] = layer_parts(model, layer, batch, state);
-  const int64_t T = seq.num_tokens, H = m.num_heads, d = m.head_dim;
+  const auto [m, l, w, s, entries, seq, rope_table, H, groups, tp] = layer_parts(model, layer, batch, state);
+  const int64_t T = seq.num_tokens, d = m.head_dim;
   const DType dtype = u.dtype;
   const auto probe = [&](std::string_view point, ConstTensorView rows) {
     if (model.probe) (*model.probe)(layer, point, rows);
@@ -130,9 +151,8 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
                        m.norm_eps, entries, seq);
   }
   if (l.attention == AttentionKind::csa) {
-    const int64_t k = std::min(m.index_topk, m.max_positions / l.ratio + 1);  // no row sees more entries
-    saved.selected = keep.tensor(DType::i32, {T, k}, "attn.selected");
-    select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected);
+    saved.selected = keep.tensor(DType::i32, {T, m.selected_columns(l.ratio)}, "attn.selected");
+    select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected, tp);
     probe("attn.selected", saved.selected);
   }
 
@@ -145,27 +165,31 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
   probe("attn.o", saved.o);
 
   // Grouped low-rank output; the second product sums its groups one by one, in order, in every layout.
-  const int64_t group_in = H / m.o_groups * d;
-  saved.a = keep.tensor(dtype, {T, m.o_groups * m.o_rank}, "attn.a");
-  for (int64_t i = 0; i < m.o_groups; ++i)
+  const int64_t group_in = H / groups * d;
+  saved.a = keep.tensor(dtype, {T, groups * m.o_rank}, "attn.a");
+  for (int64_t i = 0; i < groups; ++i)
     matmul(c, saved.a.cols(i * m.o_rank, m.o_rank), saved.o.cols(i * group_in, group_in), group_weight(w.wo_a, i));
-  matmul(c, y, saved.a, w.wo_b, /*k_segment=*/m.o_rank);
+  if (tp == nullptr) {
+    matmul(c, y, saved.a, w.wo_b, /*k_segment=*/m.o_rank);
+  } else {
+    tp_output_projection(c, *tp, y, saved.a, w.wo_b, m.o_rank);
+  }
   probe("attn.y", y);
 }
 
 void attention_layer_backward(Context& c, const Model& model, int layer, const SequenceBatch& batch, const StatePool& state, TensorView du,
                               ConstTensorView dy, ConstTensorView u, const SavedAttention& saved, LayerTensors<TensorView>& grad) {
-  const auto [m, l, w, s, entries, seq, rope_table] = layer_parts(model, layer, batch, state);
-  const int64_t T = seq.num_tokens, H = m.num_heads, d = m.head_dim;
+  const auto [m, l, w, s, entries, seq, rope_table, H, groups, tp] = layer_parts(model, layer, batch, state);
+  const int64_t T = seq.num_tokens, d = m.head_dim;
   ArenaScope scope(*c.workspace);
   Arena& ws = *c.workspace;
 
   // Output projections, group by group, and the un-rotation in reverse. o is needed as attention returned it: rotated back.
-  TensorView da = ws.tensor(DType::f32, {T, m.o_groups * m.o_rank}, "attn.da");
+  TensorView da = ws.tensor(DType::f32, {T, groups * m.o_rank}, "attn.da");
   linear_backward(c, da, Into::write, grad.wo_b, dy, saved.a, w.wo_b);
   TensorView d_o = ws.tensor(DType::f32, {T, H * d}, "attn.do");
-  const int64_t group_in = H / m.o_groups * d;
-  for (int64_t i = 0; i < m.o_groups; ++i) {
+  const int64_t group_in = H / groups * d;
+  for (int64_t i = 0; i < groups; ++i) {
     const TensorView dw = grad.wo_a.empty() ? TensorView() : grad.wo_a.slice(i * m.o_rank, m.o_rank);
     linear_backward(c, d_o.cols(i * group_in, group_in), Into::write, dw, da.cols(i * m.o_rank, m.o_rank), saved.o.cols(i * group_in, group_in),
                     group_weight(w.wo_a, i));
@@ -175,19 +199,26 @@ void attention_layer_backward(Context& c, const Model& model, int layer, const S
   cast(c, o, saved.o);
   rope(c, o, seq.token_pos, rope_table, H, /*inverse=*/false);
 
+  // Sums over heads lie one behind the other: gradients of qr, of the window keys and of the entries that completed in this call.
+  const int64_t E = entries.num_entries;
+  TensorView sums = ws.tensor(DType::f32, {T * (m.q_rank + d) + E * d}, "attn.head_sums");
+  TensorView dqr = sums.slice(0, T * m.q_rank).reshape({T, m.q_rank});
+  TensorView dkv = sums.slice(T * m.q_rank, T * d).reshape({T, d});
+  TensorView dpooled = sums.slice(T * (m.q_rank + d), E * d).reshape({E, d});
+
   // Attention.
   TensorView dq = ws.tensor(DType::f32, {T, H * d}, "attn.dq");
-  TensorView dkv = ws.tensor(DType::f32, {T, d}, "attn.dkv");
   TensorView dstore = l.compressed() ? ws.zeros(DType::f32, s.entries.shape, "attn.dentries") : TensorView();
   TensorView dsink = grad.sink.empty() ? ws.zeros(DType::f32, {H}, "attn.dsink") : grad.sink;
   attention_backward(c, dq.reshape({T, H, d}), dkv, dstore, dsink, d_o.reshape({T, H, d}), o.reshape({T, H, d}), saved.lse, saved.q.reshape({T, H, d}),
                      {saved.kv, ConstTensorView(), s.entries, saved.selected}, w.sink.rows, seq, attention_shape(m, l, s));
+  if (E > 0) entries_gather(c, dpooled, dstore, entries, seq, s.per_page);
 
-  // Queries.
+  // Queries, down to what all heads share.
   rope(c, dq, seq.token_pos, rope_table, H, /*inverse=*/true);
   rmsnorm_backward(c, dq.reshape({T * H, d}), TensorView(), dq.reshape({T * H, d}), saved.q_in.reshape({T * H, d}), ConstTensorView(), saved.q_inv);
-  TensorView dqr = ws.tensor(DType::f32, {T, m.q_rank}, "attn.dqr");
   linear_backward(c, dqr, Into::write, grad.wq_b, dq, saved.qr, w.wq_b);
+  if (tp != nullptr) tp->all_reduce(c, sums, kTpAttentionGradient);
   rmsnorm_backward(c, dqr, grad.q_norm, dqr, saved.qr_in, w.q_norm.rows, saved.qr_inv);
   linear_backward(c, du, Into::write, grad.wq_a, dqr, u, w.wq_a);
 
@@ -197,10 +228,8 @@ void attention_layer_backward(Context& c, const Model& model, int layer, const S
   linear_backward(c, du, Into::add, grad.wkv, dkv, u, w.wkv);
 
   // Compressed entries.
-  if (!l.compressed() || entries.num_entries == 0) return;
+  if (E == 0) return;
   const CompressorShape shape = compressor_shape(l, d);
-  TensorView dpooled = ws.tensor(DType::f32, {entries.num_entries, d}, "attn.dpooled");
-  entries_gather(c, dpooled, dstore, entries, seq, s.per_page);
   rope(c, dpooled, entries.pos, rope_table, 1, /*inverse=*/true);
   rmsnorm_backward(c, dpooled, grad.compressor->norm, dpooled, saved.pooled, w.compressor->norm.rows, saved.pooled_inv);
   TensorView dproj = ws.tensor(DType::f32, {T, shape.proj_width()}, "attn.dproj");

@@ -5,6 +5,7 @@
 // num_hash_layers; rope_scaling) and the one transformers writes (layer_types, compress_rates, mlp_layer_types, rope_parameters).
 // Letters are the legend of docs/architecture.md. Source: V4 spec section 1.
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -61,6 +62,8 @@ struct ModelConfig {
   bool operator==(const ModelConfig&) const = default;
   int64_t num_layers() const { return static_cast<int64_t>(layers.size()); }
   int64_t mix_rows() const { return (2 + hc_mult) * hc_mult; }
+  // Columns of a csa layer's list of chosen entries: no row sees more.
+  int64_t selected_columns(int64_t ratio) const { return std::min(index_topk, max_positions / ratio + 1); }
   // The smallest number of positions a state page may cover: the least common multiple of all ratios (1 without compression).
   int64_t page_unit() const;
 };

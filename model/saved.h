@@ -14,6 +14,7 @@ struct SavedSite {
   TensorView y;                 // [T, D]
 };
 
+// H heads and g groups: those of the rank.
 struct SavedAttention {
   TensorView qr_in, qr_inv, qr;        // [T, Rq] before the norm, [T] f32, [T, Rq]
   TensorView q_in, q_inv, q;           // [T, H*d] before the head norm, [T*H] f32, [T, H*d] rotated

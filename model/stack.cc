@@ -3,10 +3,10 @@
 #include <cstring>
 
 #include "model/attention_layer.h"
+#include "model/embedding.h"
 #include "model/moe_layer.h"
 #include "model/saved.h"
 #include "ops/cast/cast.h"
-#include "ops/embed/embed.h"
 #include "ops/moe_permute/moe_permute.h"
 #include "ops/rmsnorm/rmsnorm.h"
 
@@ -188,7 +188,7 @@ TensorView forward(Context& c, const Model& model, const SequenceBatch& batch, c
   ConstTensorView x = input;
   if (shard.embedding) {
     made = stream(1);
-    embed(c, made, weights.tensors().embed.rows, batch.tokens);
+    embedding_forward(c, model, made, batch.tokens);
     x = made;
     probe("embed", x);
   }
@@ -252,7 +252,7 @@ void backward(Context& c, const Model& model, const SequenceBatch& batch, const 
   if (!shard.embedding) {
     std::memcpy(dinput.data, dx.data, dx.bytes());
   } else if (!gradients.tensors.embed.empty()) {
-    embed_backward(c, gradients.tensors.embed, dx, batch.tokens);
+    embedding_backward(c, model, gradients.tensors.embed, dx, batch.tokens);
   }
 }
 

@@ -25,6 +25,7 @@ RopeTables make_rope_tables(const ModelConfig& config, int64_t positions, Arena&
 
 // Called after named points of the forward with f32 or storage-dtype rows [T, ...]: how a first difference is located and hidden states are checked.
 // Points: "embed", then for layer i "attn.u", "attn.q", "attn.kv", "attn.o", "attn.y", "attn.x", "ffn.u", "ffn.ids", "ffn.y", "ffn.x", then "final" (layer -1).
+// "attn.q" and "attn.o" are of the rank's heads.
 using Probe = std::function<void(int layer, std::string_view point, ConstTensorView rows)>;
 
 struct Model {

@@ -5,6 +5,8 @@
 //   x      [T, n, D]  dtype of table
 // embed_backward: dtable_accum[tokens[t], :] += sum_j dx[t, j, :], rows of one token added in ascending t.
 //   dx [T, n, D] f32; dtable_accum [V, D] f32
+// embed_backward_part: the same for a table that is the rows [first, first + dtable_accum.rows()) of the vocabulary; other tokens are
+//   passed over.
 // Numerics: copies; backward adds in f32 in row order (deterministic). Scratch: none.
 // Source: V4 spec 2.1.
 
@@ -14,5 +16,6 @@ namespace lockstep {
 
 void embed(Context& c, TensorView x, ConstTensorView table, ConstTensorView tokens);
 void embed_backward(Context& c, TensorView dtable_accum, ConstTensorView dx, ConstTensorView tokens);
+void embed_backward_part(Context& c, TensorView dtable_accum, int64_t first, ConstTensorView dx, ConstTensorView tokens);
 
 }  // namespace lockstep

@@ -22,15 +22,16 @@ void embed(Context& c, TensorView x, ConstTensorView table, ConstTensorView toke
 
 // Each worker owns a range of columns and walks all tokens, so a token that repeats needs no lock and its rows always add in
 // the same order.
-void embed_backward(Context& c, TensorView dtable_accum, ConstTensorView dx, ConstTensorView tokens) {
+void embed_backward(Context& c, TensorView dtable_accum, int64_t first, ConstTensorView dx, ConstTensorView tokens) {
   constexpr int64_t kBlock = 16;
   const int64_t rows = dx.rows(), streams = dx.dim(1), width = dx.dim(2);
   if (dx.empty()) return;
   const int32_t* id = tokens.ptr<int32_t>();
   parallel_for(c, (width + kBlock - 1) / kBlock, rows * streams * kBlock / 8, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = 0; t < rows; ++t) {
+      if (id[t] < first || id[t] >= first + dtable_accum.rows()) continue;
       const float* from = dx.row<float>(t);
-      float* to = dtable_accum.row<float>(id[t]);
+      float* to = dtable_accum.row<float>(id[t] - first);
       for (int64_t d0 = begin * kBlock; d0 < std::min(end * kBlock, width); d0 += kBlock) {
         const int64_t count = std::min(kBlock, width - d0);
         float sum[kBlock] = {};

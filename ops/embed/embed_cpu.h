@@ -6,6 +6,6 @@
 namespace lockstep::reference {
 
 void embed(Context& c, TensorView x, ConstTensorView table, ConstTensorView tokens);
-void embed_backward(Context& c, TensorView dtable_accum, ConstTensorView dx, ConstTensorView tokens);
+void embed_backward(Context& c, TensorView dtable_accum, int64_t first, ConstTensorView dx, ConstTensorView tokens);
 
 }  // namespace lockstep::reference

@@ -69,6 +69,16 @@ TEST(Embed, BackwardAddsTheGradientsOfEveryCopy) {
   }
 }
 
+TEST(Embed, PartsOfTheTableGetTheRowsOfTheWhole) {
+  CpuContext c(2);
+  const Tensor dx = testing::random_tensor(6, DType::f32, {30, 2, 5}), tokens = testing::random_ints(7, {30}, 11);
+  Tensor whole = testing::random_tensor(8, DType::f32, {11, 5}), parts = testing::to_dtype(whole, DType::f32);
+  embed_backward(c, whole, dx, tokens);
+  for (const auto& [first, count] : {std::pair<int64_t, int64_t>{0, 4}, {4, 0}, {4, 6}, {10, 1}})
+    embed_backward_part(c, parts.view().slice(first, count), first, dx, tokens);
+  EXPECT_EQ(testing::count_bit_differences(whole, parts), 0);
+}
+
 TEST(EmbedDeath, NamesTheTokenOutsideTheVocabulary) {
   CpuContext c;
   const Tensor table(DType::f32, {5, 3});

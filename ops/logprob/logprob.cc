@@ -14,20 +14,40 @@ void check_vector(const char* op, const char* name, ConstTensorView v, DType dty
         v.shape.str(), dtype_name(dtype), rows);
 }
 
-void check_inputs(const char* op, ConstTensorView hidden, const WeightView& head, ConstTensorView target,
-                  ConstTensorView temperature) {
-  CHECK(hidden.shape.rank == 2 && head.rows.shape.rank == 2 && hidden.dim(1) == head.rows.dim(1),
-        "{}: hidden is {}, head {}; wanted [R, D] and [V, D]", op, hidden.shape.str(), head.rows.shape.str());
-  const int64_t rows = hidden.rows(), vocab = head.rows.rows();
+void check_targets(const char* op, ConstTensorView target, int64_t rows, int64_t vocab) {
   CHECK(vocab >= 1, "{}: the vocabulary is empty", op);
   check_vector(op, "target", target, DType::i32, rows);
-  check_vector(op, "temperature", temperature, DType::f32, rows);
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t id = *target.row<int32_t>(r);
-    const float t = *temperature.row<float>(r);
     CHECK(id >= 0 && id < vocab, "{}: target {} in row {}, the vocabulary has {}", op, id, r, vocab);
-    CHECK(t > 0, "{}: temperature {} in row {}", op, t, r);
   }
+}
+
+void check_temperatures(const char* op, ConstTensorView temperature, int64_t rows) {
+  check_vector(op, "temperature", temperature, DType::f32, rows);
+  for (int64_t r = 0; r < rows; ++r) CHECK(*temperature.row<float>(r) > 0, "{}: temperature {} in row {}", op, *temperature.row<float>(r), r);
+}
+
+// Fills in part.vocab where `count` ids are all.
+void check_part(const char* op, VocabPart& part, int64_t count) {
+  if (part.vocab == 0) part.vocab = count;
+  const int64_t chunk = vocab_chunk(part.vocab), end = part.first + count;
+  CHECK(part.first >= 0 && end <= part.vocab && (count == 0 || (part.first % chunk == 0 && (end % chunk == 0 || end == part.vocab))),
+        "{}: ids [{}, {}) of {} are not whole chunks of {}", op, part.first, end, part.vocab, chunk);
+}
+
+void check_inputs(const char* op, ConstTensorView hidden, const WeightView& head, ConstTensorView target,
+                  ConstTensorView temperature, VocabPart& part) {
+  CHECK(hidden.shape.rank == 2 && head.rows.shape.rank == 2 && hidden.dim(1) == head.rows.dim(1),
+        "{}: hidden is {}, head {}; wanted [R, D] and [V, D]", op, hidden.shape.str(), head.rows.shape.str());
+  check_part(op, part, head.rows.rows());
+  check_targets(op, target, hidden.rows(), part.vocab);
+  check_temperatures(op, temperature, hidden.rows());
+}
+
+void check_matrix(const char* op, const char* name, ConstTensorView v, int64_t rows, int64_t columns) {
+  CHECK(v.dtype == DType::f32 && v.shape == Shape({rows, columns}), "{}: {} is {} {}, wanted f32 [{}, {}]", op, name,
+        dtype_name(v.dtype), v.shape.str(), rows, columns);
 }
 
 // Rough cost of a row of V logits for parallel_for.
@@ -41,7 +61,8 @@ RowStats row_stats(const float* logits, int64_t vocab, float temperature) { retu
 
 void select_logprob(Context& c, TensorView logprob, TensorView lse, TensorView entropy, ConstTensorView hidden,
                     const WeightView& head, ConstTensorView target, ConstTensorView temperature) {
-  check_inputs("select_logprob", hidden, head, target, temperature);
+  VocabPart whole;
+  check_inputs("select_logprob", hidden, head, target, temperature, whole);
   const int64_t rows = hidden.rows(), vocab = head.rows.rows();
   check_vector("select_logprob", "logprob", logprob, DType::f32, rows);
   check_vector("select_logprob", "lse", lse, DType::f32, rows, true);
@@ -68,8 +89,8 @@ void select_logprob(Context& c, TensorView logprob, TensorView lse, TensorView e
 void select_logprob_backward(Context& c, TensorView dhidden, TensorView dhead_accum, ConstTensorView dlogprob,
                              ConstTensorView dentropy, ConstTensorView hidden, const WeightView& head,
                              ConstTensorView target, ConstTensorView temperature, ConstTensorView lse,
-                             ConstTensorView entropy) {
-  check_inputs("select_logprob_backward", hidden, head, target, temperature);
+                             ConstTensorView entropy, VocabPart part) {
+  check_inputs("select_logprob_backward", hidden, head, target, temperature, part);
   const int64_t rows = hidden.rows(), vocab = head.rows.rows();
   check_vector("select_logprob_backward", "dlogprob", dlogprob, DType::f32, rows);
   check_vector("select_logprob_backward", "dentropy", dentropy, DType::f32, rows, true);
@@ -90,7 +111,7 @@ void select_logprob_backward(Context& c, TensorView dhidden, TensorView dhead_ac
       for (int64_t i = begin; i < end; ++i) {
         const int64_t r = first + i;
         simd::row_backward(dlogits.row<float>(i), vocab,
-                           {.target = *target.row<int32_t>(r),
+                           {.target = *target.row<int32_t>(r) - part.first,
                             .temperature = *temperature.row<float>(r),
                             .lse = *lse.row<float>(r),
                             .entropy = value_or_zero(entropy, r),
@@ -101,6 +122,80 @@ void select_logprob_backward(Context& c, TensorView dhidden, TensorView dhead_ac
     matmul_backward_input(c, dhidden.slice(first, dlogits.rows()), dlogits, head);
     if (dhead_accum.data != nullptr) matmul_backward_weight(c, dhead_accum, dlogits, x);
   }
+}
+
+void logprob_partials(Context& c, TensorView partials, ConstTensorView logits, ConstTensorView target,
+                      ConstTensorView temperature, VocabPart part) {
+  const int64_t rows = logits.rows(), count = logits.dim(1);
+  check_part("logprob_partials", part, count);
+  const int64_t chunk = vocab_chunk(part.vocab), chunks = (count + chunk - 1) / chunk;
+  check_matrix("logprob_partials", "logits", logits, rows, count);
+  check_matrix("logprob_partials", "partials", partials, rows, kChunkPartials * chunks);
+  check_targets("logprob_partials", target, rows, part.vocab);
+  check_temperatures("logprob_partials", temperature, rows);
+  parallel_for(c, rows, count * kLogitCost, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* x = logits.row<float>(r);
+      const float t = *temperature.row<float>(r);
+      float max[kVocabChunks], sum[kVocabChunks];
+      simd::chunk_stats(max, sum, x, count, chunk, t);
+      float* out = partials.row<float>(r);
+      for (int64_t k = 0; k < chunks; ++k) {
+        out[kChunkPartials * k] = max[k];
+        out[kChunkPartials * k + 1] = sum[k];
+        out[kChunkPartials * k + 2] = 0.0f;
+      }
+      const int64_t at = *target.row<int32_t>(r) - part.first;
+      if (at >= 0 && at < count) out[kChunkPartials * (at / chunk) + 2] = x[at] / t;
+    }
+  });
+}
+
+void logprob_merge(Context& c, TensorView logprob, TensorView lse, ConstTensorView partials, ConstTensorView target,
+                   int64_t vocab) {
+  const int64_t rows = partials.rows(), chunks = vocab_chunks(vocab);
+  check_matrix("logprob_merge", "partials", partials, rows, kChunkPartials * chunks);
+  check_targets("logprob_merge", target, rows, vocab);
+  check_vector("logprob_merge", "logprob", logprob, DType::f32, rows);
+  check_vector("logprob_merge", "lse", lse, DType::f32, rows, true);
+  parallel_for(c, rows, kVocabChunks * kLogitCost, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* in = partials.row<float>(r);
+      float max[kVocabChunks], sum[kVocabChunks];
+      for (int64_t k = 0; k < chunks; ++k) {
+        max[k] = in[kChunkPartials * k];
+        sum[k] = in[kChunkPartials * k + 1];
+      }
+      const RowStats stats = simd::merge_stats(max, sum, chunks);
+      *logprob.row<float>(r) = in[kChunkPartials * (*target.row<int32_t>(r) / vocab_chunk(vocab)) + 2] - stats.lse;
+      if (lse.data != nullptr) *lse.row<float>(r) = stats.lse;
+    }
+  });
+}
+
+void entropy_partials(Context& c, TensorView means, ConstTensorView logits, ConstTensorView temperature, ConstTensorView lse,
+                      VocabPart part) {
+  const int64_t rows = logits.rows(), count = logits.dim(1);
+  check_part("entropy_partials", part, count);
+  const int64_t chunk = vocab_chunk(part.vocab);
+  check_matrix("entropy_partials", "logits", logits, rows, count);
+  check_matrix("entropy_partials", "means", means, rows, (count + chunk - 1) / chunk);
+  check_temperatures("entropy_partials", temperature, rows);
+  check_vector("entropy_partials", "lse", lse, DType::f32, rows);
+  parallel_for(c, rows, count * kLogitCost, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r)
+      simd::chunk_means(means.row<float>(r), logits.row<float>(r), count, chunk, *temperature.row<float>(r), *lse.row<float>(r));
+  });
+}
+
+void entropy_merge(Context& c, TensorView entropy, ConstTensorView means, ConstTensorView lse) {
+  const int64_t rows = means.rows();
+  check_matrix("entropy_merge", "means", means, rows, means.dim(1));
+  check_vector("entropy_merge", "lse", lse, DType::f32, rows);
+  check_vector("entropy_merge", "entropy", entropy, DType::f32, rows);
+  parallel_for(c, rows, kVocabChunks, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) *entropy.row<float>(r) = merge_means(means.row<float>(r), means.dim(1), *lse.row<float>(r));
+  });
 }
 
 }  // namespace lockstep

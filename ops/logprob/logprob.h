@@ -16,6 +16,16 @@
 //   dy_v = dlogprob * (1[v = a] - p_v) - dentropy * p_v * (y_v - lse + entropy);  dlogits = dy / temperature
 //   dhidden [R, D] f32 written; dhead_accum [V, D] f32 (row blocks in ascending order; empty: not wanted). lse, entropy as
 //   returned. Every operation on a logit is rounded to f32, left to right.
+//
+// A vocabulary that ranks share. Each holds whole chunks, `part`, and does these steps on its own logits, whose results go to
+// everyone in between; what comes out has select_logprob's bits, whose arithmetic this is.
+//   logprob_partials: partials [R, 3 C] f32 of logits [R, n] f32: for each of the part's C chunks max, sum, and y of the target
+//     if the chunk has it, else 0
+//   logprob_merge:    logprob, lse (may be empty) from the partials [R, 3 C] of all chunks, in order
+//   entropy_partials: means [R, C] f32, E[y] of each of the part's chunks
+//   entropy_merge:    entropy from the means [R, C] of all chunks
+// select_logprob_backward takes a part too: head and dhead_accum are its rows, dhidden its share of the sum over the vocabulary.
+//
 // Row contract holds for all forward outputs. Scratch: min(R, kLogprobRowBlock) * V f32 and matmul's.
 // Source: rl spec 3.5, 11; design "log-softmax" row.
 
@@ -26,7 +36,17 @@ namespace lockstep {
 
 inline constexpr int64_t kVocabChunks = 64;
 inline constexpr int64_t vocab_chunk(int64_t vocab) { return (vocab + kVocabChunks - 1) / kVocabChunks; }  // ids a chunk
+inline constexpr int64_t vocab_chunks(int64_t vocab) {  // that have ids
+  return vocab == 0 ? 0 : (vocab + vocab_chunk(vocab) - 1) / vocab_chunk(vocab);
+}
 inline constexpr int64_t kLogprobRowBlock = 256;
+inline constexpr int64_t kChunkPartials = 3;  // max, sum, y of the target
+
+// The ids from `first` on, as many as there are logits or head rows, of `vocab`. vocab == 0: those are all.
+struct VocabPart {
+  int64_t first = 0;
+  int64_t vocab = 0;
+};
 
 struct RowStats {
   float max = 0;  // of y
@@ -40,6 +60,14 @@ void select_logprob(Context& c, TensorView logprob, TensorView lse, TensorView e
 void select_logprob_backward(Context& c, TensorView dhidden, TensorView dhead_accum, ConstTensorView dlogprob,
                              ConstTensorView dentropy, ConstTensorView hidden, const WeightView& head,
                              ConstTensorView target, ConstTensorView temperature, ConstTensorView lse,
-                             ConstTensorView entropy);
+                             ConstTensorView entropy, VocabPart part = {});
+
+void logprob_partials(Context& c, TensorView partials, ConstTensorView logits, ConstTensorView target,
+                      ConstTensorView temperature, VocabPart part);
+void logprob_merge(Context& c, TensorView logprob, TensorView lse, ConstTensorView partials, ConstTensorView target,
+                   int64_t vocab);
+void entropy_partials(Context& c, TensorView means, ConstTensorView logits, ConstTensorView temperature, ConstTensorView lse,
+                      VocabPart part);
+void entropy_merge(Context& c, TensorView entropy, ConstTensorView means, ConstTensorView lse);
 
 }  // namespace lockstep

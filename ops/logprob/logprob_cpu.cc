@@ -7,30 +7,44 @@
 
 namespace lockstep::reference {
 
-RowStats row_stats(const float* logits, int64_t vocab, float temperature) {
-  const int64_t chunk = vocab_chunk(vocab);
-  float max = -std::numeric_limits<float>::infinity(), sum = 0.0f;
-  for (int64_t begin = 0; begin < vocab; begin += chunk) {
-    const int64_t n = std::min(chunk, vocab - begin);
+void chunk_stats(float* max, float* sum, const float* logits, int64_t count, int64_t chunk, float temperature) {
+  for (int64_t begin = 0, k = 0; begin < count; begin += chunk, ++k) {
+    const int64_t n = std::min(chunk, count - begin);
     const auto y = [&](int64_t i) { return logits[begin + i] / temperature; };
     float m = y(0);
     for (int64_t i = 1; i < n; ++i) m = std::max(m, y(i));
-    const float s = tree_sum(n, [&](int64_t i) { return exp_f32(y(i) - m); });
-    const float merged = std::max(max, m);
-    sum = sum * exp_f32(max - merged) + s * exp_f32(m - merged);
-    max = merged;
+    max[k] = m;
+    sum[k] = tree_sum(n, [&](int64_t i) { return exp_f32(y(i) - m); });
   }
-  return {.max = max, .lse = max + log_f32(sum)};
+}
+
+RowStats merge_stats(const float* max, const float* sum, int64_t chunks) {
+  float running = -std::numeric_limits<float>::infinity(), total = 0.0f;
+  for (int64_t k = 0; k < chunks; ++k) {
+    const float merged = std::max(running, max[k]);
+    total = total * exp_f32(running - merged) + sum[k] * exp_f32(max[k] - merged);
+    running = merged;
+  }
+  return {.max = running, .lse = running + log_f32(total)};
+}
+
+void chunk_means(float* mean, const float* logits, int64_t count, int64_t chunk, float temperature, float lse) {
+  for (int64_t begin = 0, k = 0; begin < count; begin += chunk, ++k) {
+    const auto y = [&](int64_t i) { return logits[begin + i] / temperature; };
+    mean[k] = tree_dot(std::min(chunk, count - begin), [&](int64_t i) { return exp_f32(y(i) - lse); }, y);
+  }
+}
+
+RowStats row_stats(const float* logits, int64_t vocab, float temperature) {
+  float max[kVocabChunks], sum[kVocabChunks];
+  chunk_stats(max, sum, logits, vocab, vocab_chunk(vocab), temperature);
+  return merge_stats(max, sum, vocab_chunks(vocab));
 }
 
 float row_entropy(const float* logits, int64_t vocab, float temperature, float lse) {
-  const int64_t chunk = vocab_chunk(vocab);
-  float mean = 0.0f;  // of y
-  for (int64_t begin = 0; begin < vocab; begin += chunk) {
-    const auto y = [&](int64_t i) { return logits[begin + i] / temperature; };
-    mean += tree_dot(std::min(chunk, vocab - begin), [&](int64_t i) { return exp_f32(y(i) - lse); }, y);
-  }
-  return lse - mean;
+  float mean[kVocabChunks];
+  chunk_means(mean, logits, vocab, vocab_chunk(vocab), temperature, lse);
+  return merge_means(mean, vocab_chunks(vocab), lse);
 }
 
 float dlogit(float logit, bool is_target, const RowGradient& g) {
@@ -39,8 +53,8 @@ float dlogit(float logit, bool is_target, const RowGradient& g) {
   return dy / g.temperature;
 }
 
-void row_backward(float* logits, int64_t vocab, const RowGradient& g) {
-  for (int64_t v = 0; v < vocab; ++v) logits[v] = dlogit(logits[v], v == g.target, g);
+void row_backward(float* logits, int64_t count, const RowGradient& g) {
+  for (int64_t v = 0; v < count; ++v) logits[v] = dlogit(logits[v], v == g.target, g);
 }
 
 }  // namespace lockstep::reference

@@ -5,24 +5,37 @@
 
 namespace lockstep {
 
+// lse - (mean_0 + mean_1 + ...), in order from zero.
+inline float merge_means(const float* mean, int64_t chunks, float lse) {
+  float sum = 0.0f;
+  for (int64_t k = 0; k < chunks; ++k) sum += mean[k];
+  return lse - sum;
+}
+
 namespace reference {
+// Of `count` logits, chunks of `chunk` ids: (max, sum) of each; of the whole row from all of them, in order; E[y] of each.
+void chunk_stats(float* max, float* sum, const float* logits, int64_t count, int64_t chunk, float temperature);
+RowStats merge_stats(const float* max, const float* sum, int64_t chunks);
+void chunk_means(float* mean, const float* logits, int64_t count, int64_t chunk, float temperature, float lse);
 RowStats row_stats(const float* logits, int64_t vocab, float temperature);
 float row_entropy(const float* logits, int64_t vocab, float temperature, float lse);
 
 // The gradients and statistics of one row.
 struct RowGradient {
-  int32_t target = 0;
+  int64_t target = 0;  // place among the row's logits; outside of them: another rank's
   float temperature = 1, lse = 0, entropy = 0, dlogprob = 0, dentropy = 0;
 };
-void row_backward(float* logits, int64_t vocab, const RowGradient& g);  // logits become dlogits
+void row_backward(float* logits, int64_t count, const RowGradient& g);  // logits become dlogits
 float dlogit(float logit, bool is_target, const RowGradient& g);        // one element of it
 }  // namespace reference
 
 namespace simd {
+void chunk_stats(float* max, float* sum, const float* logits, int64_t count, int64_t chunk, float temperature);
+RowStats merge_stats(const float* max, const float* sum, int64_t chunks);
+void chunk_means(float* mean, const float* logits, int64_t count, int64_t chunk, float temperature, float lse);
 RowStats row_stats(const float* logits, int64_t vocab, float temperature);
 float row_entropy(const float* logits, int64_t vocab, float temperature, float lse);
-void row_backward(float* logits, int64_t vocab, const reference::RowGradient& g);
+void row_backward(float* logits, int64_t count, const reference::RowGradient& g);
 }  // namespace simd
-
 
 }  // namespace lockstep

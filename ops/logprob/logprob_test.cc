@@ -117,7 +117,7 @@ TEST(RowStats, VectorsGiveTheReferencesBits) {
           for (int64_t v = 0; v < vocab; ++v) x.set(v, x.get(v) - 400.0);
         const RowStats want = reference::row_stats(x.ptr<float>(), vocab, temperature);
         const float want_entropy = reference::row_entropy(x.ptr<float>(), vocab, temperature, want.lse);
-        const reference::RowGradient g = {.target = static_cast<int32_t>(vocab / 2), .temperature = temperature, .lse = want.lse,
+        const reference::RowGradient g = {.target = vocab / 2, .temperature = temperature, .lse = want.lse,
                                           .entropy = want_entropy, .dlogprob = 0.7f, .dentropy = -0.3f};
         Tensor want_dlogits = testing::to_dtype(x, DType::f32);
         reference::row_backward(want_dlogits.ptr<float>(), vocab, g);
@@ -226,6 +226,44 @@ TEST(SelectLogprob, RowContract) {
                      ConstTensorView(p.target).slice(begin, count), ConstTensorView(p.temperature).slice(begin, count));
       EXPECT_EQ(testing::count_bit_differences(part.logprob, all.logprob.view().slice(begin, count)), 0);
       EXPECT_EQ(testing::count_bit_differences(part.entropy, all.entropy.view().slice(begin, count)), 0);
+    }
+  }
+}
+
+// The steps of ranks that share a vocabulary, put together: the op's own bits, wherever the chunks are cut.
+TEST(SelectLogprob, IsItsPartsMerged) {
+  for (const int64_t vocab : {3, 63, 64, 131, 1000, 3000}) {
+    const int64_t rows = 9, width = 16, chunk = vocab_chunk(vocab), chunks = vocab_chunks(vocab);
+    const Case p(rows, vocab, width, DType::f32, DType::bf16);
+    CpuContext c(2, kWorkspace);
+    const Outputs want = p.forward(c);
+    Outputs o(rows);
+    for (const int64_t cut : {int64_t{0}, int64_t{1}, chunks / 3, chunks - 1}) {
+      Tensor partials(DType::f32, {rows, kChunkPartials * chunks}), means(DType::f32, {rows, chunks});
+      const std::pair<int64_t, int64_t> parts[] = {{0, cut}, {cut, chunks}};
+      const auto part = [&](int64_t begin, int64_t end, const auto& f) {
+        const int64_t first = begin * chunk, count = std::min(end * chunk, vocab) - first;
+        Tensor logits(DType::f32, {rows, count});
+        if (count > 0) matmul(c, logits, p.hidden, {p.head.view().slice(first, count), {}});
+        f(logits, VocabPart{first, vocab});
+      };
+      for (const auto& [begin, end] : parts)
+        part(begin, end, [&, begin = begin, end = end](const Tensor& logits, VocabPart where) {
+          Tensor piece(DType::f32, {rows, kChunkPartials * (end - begin)});
+          logprob_partials(c, piece, logits, p.target, p.temperature, where);
+          for (int64_t r = 0; r < rows; ++r)
+            for (int64_t i = 0; i < kChunkPartials * (end - begin); ++i)
+              partials.set(r * kChunkPartials * chunks + kChunkPartials * begin + i, piece.get(r * kChunkPartials * (end - begin) + i));
+        });
+      logprob_merge(c, o.logprob, o.lse, partials, p.target, vocab);
+      for (const auto& [begin, end] : parts)
+        part(begin, end, [&, begin = begin, end = end](const Tensor& logits, VocabPart where) {
+          entropy_partials(c, means.view().cols(begin, end - begin), logits, p.temperature, o.lse, where);
+        });
+      entropy_merge(c, o.entropy, means, o.lse);
+      EXPECT_EQ(testing::count_bit_differences(o.logprob, want.logprob), 0) << vocab << " cut at " << cut;
+      EXPECT_EQ(testing::count_bit_differences(o.lse, want.lse), 0) << vocab << " cut at " << cut;
+      EXPECT_EQ(testing::count_bit_differences(o.entropy, want.entropy), 0) << vocab << " cut at " << cut;
     }
   }
 }
@@ -376,6 +414,35 @@ TEST(SelectLogprobBackward, SameBitsForAllThreadsAndVectors) {
   }
 }
 
+TEST(SelectLogprobBackward, PartsOfTheVocabulary) {
+  const int64_t rows = 290, vocab = 131, width = 24, first = 66;  // 22 of 44 chunks of 3
+  const Case p(rows, vocab, width, DType::bf16, DType::f32);
+  const Gradients g(rows);
+  CpuContext c(2, kWorkspace);
+  const Outputs o = p.forward(c);
+  Tensor whole(DType::f32, {rows, width}), dhead(DType::f32, {vocab, width}), dhead_parts(DType::f32, {vocab, width});
+  select_logprob_backward(c, whole, dhead, g.dlogprob, g.dentropy, p.hidden, p.weight(), p.target, p.temperature, o.lse, o.entropy);
+  Tensor low(DType::f32, {rows, width}), high(DType::f32, {rows, width});
+  for (const auto& [begin, count, dhidden] : {std::tuple<int64_t, int64_t, Tensor*>{0, first, &low}, {first, vocab - first, &high}})
+    select_logprob_backward(c, *dhidden, dhead_parts.view().slice(begin, count), g.dlogprob, g.dentropy, p.hidden,
+                            {p.head.view().slice(begin, count), {}}, p.target, p.temperature, o.lse, o.entropy, {begin, vocab});
+  EXPECT_EQ(testing::count_bit_differences(dhead, dhead_parts), 0);
+  // The two shares add up to the whole chain but for its V roundings and theirs, each at most half an ulp of sum_v |dlogit_v head|.
+  // sum_v |dlogit_v| <= (2 |dlogprob| + 2 log V |dentropy|) / t, because sum_v p_v |log p_v + entropy| <= 2 entropy.
+  double head = 0, dlogits = 0;
+  for (int64_t i = 0; i < p.head.elements(); ++i) head = std::max(head, std::abs(double(p.head.get(i))));
+  for (int64_t r = 0; r < rows; ++r)
+    dlogits = std::max(dlogits, (2 * std::abs(double(g.dlogprob.get(r))) + 2 * std::log(vocab) * std::abs(double(g.dentropy.get(r)))) /
+                                    p.temperature.get(r));
+  double apart = 0, largest = 0;
+  for (int64_t i = 0; i < whole.elements(); ++i) {
+    apart = std::max(apart, std::abs(double(low.get(i)) + high.get(i) - whole.get(i)));
+    largest = std::max(largest, std::abs(double(whole.get(i))));
+  }
+  EXPECT_GT(largest, 0.1);
+  EXPECT_LT(apart, 2 * (vocab + 1) * kUnit * dlogits * head);
+}
+
 TEST(SelectLogprobBackward, EmptyViewsMeanZeroAndNotWanted) {
   const Case p(7, 33, 8, DType::f32, DType::f32);
   const Gradients g(7);
@@ -399,6 +466,9 @@ TEST(SelectLogprobDeathTest, NamesWhatIsWrong) {
   p.target.set(2, 9);
   p.temperature.set(1, 0);
   EXPECT_DEATH(p.forward(c), "temperature 0 in row 1");
+  Tensor partials(DType::f32, {3, 3});
+  const Tensor logits(DType::f32, {3, 2});
+  EXPECT_DEATH(logprob_partials(c, partials, logits, p.target, p.temperature, {3, 100}), "ids \\[3, 5\\) of 100 are not whole chunks of 2");
   const Tensor head(DType::f32, {10, 5});
   EXPECT_DEATH(select_logprob(c, o.logprob, {}, {}, p.hidden, {head, {}}, p.target, p.temperature),
                "hidden is \\[3, 4\\], head \\[10, 5\\]");

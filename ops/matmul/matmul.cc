@@ -27,9 +27,11 @@ void check_weight(const char* op, const WeightView& w, int experts) {
   CHECK(w.rows.rows() <= 1 || w.rows.row_stride >= s.row_elements(), "{}: w is {} with a stride of {}", op, s.str(),
         w.rows.row_stride);
   if (w.panels.empty()) return;
-  CHECK(w.panels.dtype == w.rows.dtype && w.panels.shape == panel_shape(s) && w.panels.contiguous(),
-        "{}: panels are {} {}, w is {} {}, wanted contiguous panels {}", op, dtype_name(w.panels.dtype), w.panels.shape.str(),
-        dtype_name(w.rows.dtype), s.str(), panel_shape(s).str());
+  const int64_t stride = panel_shape(s).row_elements();  // columns of a wider matrix have panels further apart
+  CHECK(w.panels.dtype == w.rows.dtype && w.panels.shape == panel_shape(s) &&
+            (w.panels.contiguous() || (experts == 0 && w.panels.row_stride >= stride)),
+        "{}: panels are {} {} with a stride of {}, w is {} {}, wanted panels {}", op, dtype_name(w.panels.dtype),
+        w.panels.shape.str(), w.panels.row_stride, dtype_name(w.rows.dtype), s.str(), panel_shape(s).str());
 }
 
 void check_offsets(const char* op, ConstTensorView offsets, int64_t experts, int64_t rows) {
@@ -76,6 +78,15 @@ Shape panel_shape(const Shape& rows) {
   CHECK(rows.rank == 2 || rows.rank == 3, "panels of a weight of shape {}", rows.str());
   if (rows.rank == 2) return {(rows[0] + kPanelWidth - 1) / kPanelWidth, rows[1], kPanelWidth};
   return {rows[0], (rows[1] + kPanelWidth - 1) / kPanelWidth, rows[2], kPanelWidth};
+}
+
+WeightView columns_of(const WeightView& w, int64_t begin, int64_t count) {
+  WeightView columns = {w.rows.cols(begin, count), {}};
+  if (w.panels.empty()) return columns;
+  const int64_t panels = w.panels.dim(0), k = w.panels.dim(1);  // column k of the matrix is row k of each panel
+  columns.panels = w.panels.reshape({panels, k * kPanelWidth}).cols(begin * kPanelWidth, count * kPanelWidth);
+  columns.panels.shape = {panels, count, kPanelWidth};
+  return columns;
 }
 
 void pack_panels(Context& c, TensorView panels, ConstTensorView rows) {

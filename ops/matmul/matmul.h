@@ -32,6 +32,9 @@ struct WeightView {
   ConstTensorView panels;  // see above; may be empty
 };
 
+// Columns [begin, begin + count) of a matrix, panels included, without a copy.
+WeightView columns_of(const WeightView& w, int64_t begin, int64_t count);
+
 Shape panel_shape(const Shape& rows);  // [N, K] -> [ceil(N/16), K, 16]; [E, N, K] -> [E, ceil(N/16), K, 16]
 void pack_panels(Context& c, TensorView panels, ConstTensorView rows);
 

@@ -441,9 +441,10 @@ ConstTensorView panels_of(Context& c, const WeightView& w) {
   return panels;
 }
 
-Product forward_product(TensorView y, ConstTensorView x, const WeightView& w, int64_t n, int64_t k, int64_t k_segment) {
+Product forward_product(TensorView y, ConstTensorView x, const WeightView& w, int64_t n, int64_t panel_stride,
+                        int64_t k_segment) {
   return {.left = Left::rows, .right = Right::panels, .a_dtype = x.dtype, .b_dtype = w.rows.dtype, .c_dtype = y.dtype,
-          .a_stride = x.row_stride, .b_stride = k * kPanelWidth, .c_stride = y.row_stride, .n = n, .accumulate = false,
+          .a_stride = x.row_stride, .b_stride = panel_stride, .c_stride = y.row_stride, .n = n, .accumulate = false,
           .k_segment = k_segment};
 }
 Product input_product(TensorView dx, ConstTensorView dy, const WeightView& w, int64_t w_stride, int64_t k, bool accumulate) {
@@ -470,8 +471,9 @@ void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, in
   if (k == 0) return zero_rows(y);
   if (y.shape.elements() == 0) return;
   ArenaScope scope(*c.workspace);
-  const Problem p{x.data, panels_of(c, w).data, y.data, y.rows(), k};
-  run(c, forward_product(y, x, w, n, k, k_segment), &p, 1);
+  const ConstTensorView panels = panels_of(c, w);
+  const Problem p{x.data, panels.data, y.data, y.rows(), k};
+  run(c, forward_product(y, x, w, n, panels.row_stride, k_segment), &p, 1);
 }
 
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {
@@ -497,7 +499,7 @@ void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightVie
   for (int64_t e = 0; e < experts; ++e)
     problems[e] = {plus(x.data, x.dtype, at[e] * x.row_stride), plus(panels.data, panels.dtype, e * panels.row_stride),
                    plus(y.data, y.dtype, at[e] * y.row_stride), at[e + 1] - at[e], k};
-  run(c, forward_product(y, x, w, n, k, 0), problems, experts);
+  run(c, forward_product(y, x, w, n, k * kPanelWidth, 0), problems, experts);
 }
 
 void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets,

@@ -1,5 +1,7 @@
 #include "ops/sequence/sequence.h"
 
+#include <algorithm>
+
 #include "ops/sequence/sequence_cpu.h"
 
 namespace lockstep {
@@ -22,6 +24,32 @@ void check_store(ConstTensorView store, ConstTensorView x, const EntryView& entr
 }
 
 }  // namespace
+
+SequenceView slice_rows(const SequenceView& seq, int64_t begin, int64_t count, Arena& arena) {
+  CHECK(begin >= 0 && count >= 0 && begin + count <= seq.num_tokens, "rows [{}, {}) of {}", begin, begin + count, seq.num_tokens);
+  const int32_t* of = seq.token_seq.ptr<int32_t>();
+  const int64_t first = count == 0 ? 0 : of[begin], sequences = count == 0 ? 0 : of[begin + count - 1] + 1 - first;
+  const TensorView token_seq = arena.tensor(DType::i32, {count}, "rows.token_seq");
+  const TensorView seq_row = arena.tensor(DType::i32, {sequences + 1}, "rows.seq_row");
+  const TensorView seq_pos = arena.tensor(DType::i32, {sequences}, "rows.seq_pos");
+  for (int64_t t = 0; t < count; ++t) token_seq.ptr<int32_t>()[t] = static_cast<int32_t>(of[begin + t] - first);
+  for (int64_t s = 0; s < sequences; ++s) {
+    const int64_t row = std::max<int64_t>(seq.seq_row.ptr<int32_t>()[first + s], begin);
+    seq_row.ptr<int32_t>()[s] = static_cast<int32_t>(row - begin);
+    seq_pos.ptr<int32_t>()[s] = seq.token_pos.ptr<int32_t>()[row];
+  }
+  seq_row.ptr<int32_t>()[sequences] = static_cast<int32_t>(count);
+  SequenceView rows = seq;
+  rows.num_tokens = count;
+  rows.num_sequences = sequences;
+  rows.token_seq = token_seq;
+  rows.token_pos = seq.token_pos.slice(begin, count);
+  rows.seq_row = seq_row;
+  rows.seq_pos = seq_pos;
+  rows.seq_slot = seq.seq_slot.slice(first, sequences);
+  if (seq.page_table.rows() == seq.num_sequences) rows.page_table = seq.page_table.slice(first, sequences);
+  return rows;
+}
 
 void check_sequences(const SequenceView& seq) {
   const int64_t num_tokens = seq.num_tokens, num_sequences = seq.num_sequences;

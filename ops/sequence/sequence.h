@@ -45,6 +45,10 @@ inline int64_t entry_row(const SequenceView& q, int64_t per_page, int64_t s, int
   return static_cast<int64_t>(q.page_table.row<int32_t>(s)[idx / per_page]) * per_page + idx % per_page;
 }
 
+// Rows [begin, begin + count) as a call of their own, for ops that read earlier rows from pages alone (rings would lack the rows
+// before `begin`). Small arrays in `arena`, the rest shared.
+SequenceView slice_rows(const SequenceView& seq, int64_t begin, int64_t count, Arena& arena);
+
 // What every op that takes these views checks first, with values in the message; O(S + pages).
 // check_sequences: dtypes and shapes, rows consecutive and covering [0, T), every sequence with at least one row.
 // check_slots: slots lie in [-1, slots); with `needs_past`, only a sequence that starts at position 0 may have none.

@@ -102,6 +102,27 @@ TEST(Sequence, NoRows) {
   entries_scatter(context, store, Tensor(DType::f32, {0, 3}), call.entries(4), call.view(), 1);
 }
 
+// Every run of rows of a call is a call: the same rows at the same positions, with their sequences' pages.
+TEST(Sequence, RowsOfACallAreACall) {
+  const SequenceSet set = testing::make_sequence_set(9, {1, 9, 3, 6}, 4);
+  CpuContext context(1);
+  Call call(set, testing::packed_parts(set));
+  const SequenceView all = call.view();
+  for (int64_t begin = 0; begin <= all.num_tokens; ++begin)
+    for (int64_t count = 0; begin + count <= all.num_tokens; ++count) {
+      ArenaScope scope(context.workspace());
+      const SequenceView rows = slice_rows(all, begin, count, context.workspace());
+      check_sequences(rows);
+      ASSERT_EQ(rows.num_tokens, count);
+      for (int64_t t = 0; t < count; ++t) {
+        const int64_t here = rows.token_seq.ptr<int32_t>()[t], there = all.token_seq.ptr<int32_t>()[begin + t];
+        ASSERT_EQ(rows.token_pos.ptr<int32_t>()[t], all.token_pos.ptr<int32_t>()[begin + t]);
+        ASSERT_EQ(rows.seq_slot.ptr<int32_t>()[here], all.seq_slot.ptr<int32_t>()[there]);
+        ASSERT_EQ(rows.page_table.row<int32_t>(here), all.page_table.row<int32_t>(there));
+      }
+    }
+}
+
 TEST(SequenceDeath, WrongArguments) {
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   const SequenceSet set = testing::make_sequence_set(8, {9, 3}, 4);
