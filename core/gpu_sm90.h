@@ -1,0 +1,146 @@
+#pragma once
+// Hopper's own instructions under names: the barriers that count bytes, the tensor copy engine, and warpgroup matrix products. CUDA for sm_90a only.
+// Source: PTX ISA 8.x, sections on mbarrier, cp.async.bulk.tensor and wgmma; GPU spec 4.1.
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include "core/gpu.h"
+
+namespace lockstep::gpu::sm90 {
+
+GPU_INLINE unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+
+// A barrier in shared memory whose phases end when all arrivals and all announced bytes have come.
+struct Barrier {
+  unsigned long long word;
+  GPU_INLINE void init(unsigned arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals)); }
+  GPU_INLINE void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory"); }
+  GPU_INLINE void arrive_and_expect(unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
+  }
+  // Until the phase of this parity has ended.
+  GPU_INLINE void wait(unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
+        "@ended bra done;\n"
+        "bra again;\n"
+        "done:\n"
+        "}\n" ::"r"(shared_address(this)),
+        "r"(parity)
+        : "memory");
+  }
+};
+GPU_INLINE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// The box of `map` at (column, row) to shared memory; its bytes are counted by `barrier`.
+GPU_INLINE void load_tile(void* to, const CUtensorMap* map, Barrier* barrier, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)), "l"(map),
+               "r"(shared_address(barrier)), "r"(column), "r"(row)
+               : "memory");
+}
+GPU_INLINE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+template <int Registers>
+GPU_INLINE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <int Registers>
+GPU_INLINE void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+GPU_INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+GPU_INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int Open>
+GPU_INLINE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Open) : "memory");
+}
+
+// An operand tile in shared memory whose rows are 128 bytes along K, as the copy engine lays it out with 128-byte swizzle: eight rows are one atom of
+// 1024 bytes, at which it must be aligned. `k_bytes` moves along K inside the row.
+GPU_INLINE unsigned long long operand(const void* tile, unsigned k_bytes) {
+  const unsigned long long address = (shared_address(tile) + k_bytes) >> 4;
+  return (address & 0x3fff) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+#define LOCKSTEP_R4(a, i) "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3])
+#define LOCKSTEP_R16(a, i) LOCKSTEP_R4(a, i), LOCKSTEP_R4(a, i + 4), LOCKSTEP_R4(a, i + 8), LOCKSTEP_R4(a, i + 12)
+#define LOCKSTEP_R64(a, i) LOCKSTEP_R16(a, i), LOCKSTEP_R16(a, i + 16), LOCKSTEP_R16(a, i + 32), LOCKSTEP_R16(a, i + 48)
+
+// acc (+)= A [64, 16] . B [N, 16]^T, bf16 to f32. Thread t of the warpgroup holds rows 16 (t / 32) + (t % 32) / 4 and + 8, columns 8 j + 2 (t % 4) and + 1:
+// acc[4 j + 0, 1] of the upper row, acc[4 j + 2, 3] of the lower.
+template <int N>
+struct MmaBf16;
+template <>
+struct MmaBf16<32> {
+  GPU_INLINE static void run(float (&d)[16], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, p, 1, 1, 0, 0;\n}\n"
+        : LOCKSTEP_R16(d, 0)
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+};
+template <>
+struct MmaBf16<64> {
+  GPU_INLINE static void run(float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, p, 1, 1, 0, 0;\n}\n"
+        : LOCKSTEP_R16(d, 0), LOCKSTEP_R16(d, 16)
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+};
+template <>
+struct MmaBf16<128> {
+  GPU_INLINE static void run(float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1, 0, 0;\n}\n"
+        : LOCKSTEP_R64(d, 0)
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+};
+template <>
+struct MmaBf16<256> {
+  GPU_INLINE static void run(float (&d)[128], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, "
+        "%124, %125, %126, %127}, "
+        "%128, %129, p, 1, 1, 0, 0;\n}\n"
+        : LOCKSTEP_R64(d, 0), LOCKSTEP_R64(d, 64)
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+};
+// The same of E4M3, A [64, 32] . B [N, 32]^T. The unit adds with about 14 bits: no more than 128 along K go into one accumulator.
+GPU_INLINE void mma_e4m3_n128(float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, p, 1, 1;\n}\n"
+      : LOCKSTEP_R64(d, 0)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+#undef LOCKSTEP_R4
+#undef LOCKSTEP_R16
+#undef LOCKSTEP_R64
+
+}  // namespace lockstep::gpu::sm90
