@@ -32,6 +32,16 @@ struct EvalArgs {
 };
 int eval_command(const EvalArgs& args);
 
+struct GradeArgs {
+  std::string grader;   // one of kGraderNames; empty: the one that `command` or `url` means, else default
+  std::string command;  // that judges
+  std::string url;      // that judges
+  int64_t threads = 0;  // 0: one a core
+  float deadline_s = 10;
+  bool thinking = false;
+};
+int grade_command(const GradeArgs& args);
+
 struct GenerateArgs {
   std::string checkpoint;
   std::string prompt;  // "-": standard input
@@ -56,6 +66,20 @@ struct ExportArgs {
   std::string directory;
 };
 int export_command(const ExportArgs& args);
+
+struct TokenizeArgs {
+  std::string tokenizer;  // file or directory
+  bool decode = false;
+  bool skip_special = false;  // of --decode
+};
+int tokenize_command(const TokenizeArgs& args);
+
+struct ChatEncodeArgs {
+  std::string tokenizer;      // empty: no ids
+  std::string thinking_mode;  // of rows that do not say; empty: an error
+  bool parse = false;
+};
+int chat_encode_command(const ChatEncodeArgs& args);
 
 int stall_command(const std::string& run_dir);
 int inspect_command(const std::string& path);

@@ -18,6 +18,7 @@
 #include "cli/commands.h"
 #include "cli/names.h"
 #include "rl/arithmetic.h"
+#include "rl/grader/grader.h"
 
 namespace lockstep {
 
@@ -97,6 +98,17 @@ int run(int argc, char** argv) {
   e->add_flag("--json", eval.json, "Print one JSON object");
   e->callback([&] { exit_code = eval_command(eval); });
 
+  GradeArgs grade;
+  CLI::App* r = app.add_subcommand("grade", "Judge responses: JSON lines {response, label} in, {score, correct, pred, reason} out, in order");
+  r->add_option("--grader", grade.grader, "How; `lockstep settings` explains the names under task.reward (default)")
+      ->check(CLI::IsMember(std::vector<std::string>(std::begin(kGraderNames), std::end(kGraderNames))));
+  r->add_option("--command", grade.command, "Ask this program, as task.reward_command does");
+  r->add_option("--url", grade.url, "Ask this server, as task.reward_url does");
+  r->add_option("--threads", grade.threads, "Threads, programs or connections; 0 means one a core")->check(CLI::Range(0, 1024))->capture_default_str();
+  r->add_option("--deadline", grade.deadline_s, "Seconds to wait for a program or server")->check(CLI::Range(0.01, 1e5))->capture_default_str();
+  r->add_flag("--thinking", grade.thinking, "Responses begin inside a thinking block: judge what follows the last </think>");
+  r->callback([&] { exit_code = grade_command(grade); });
+
   GenerateArgs generate;
   CLI::App* g = app.add_subcommand("generate", "Let a checkpoint answer one prompt");
   g->add_option("CHECKPOINT", generate.checkpoint, "Checkpoint or run directory")->required();
@@ -140,6 +152,20 @@ int run(int argc, char** argv) {
   x->add_option("CHECKPOINT", exported.checkpoint, "Checkpoint or run directory")->required();
   x->add_option("DIR", exported.directory, "Where config.json, model.safetensors and the tokenizer go")->required();
   x->callback([&] { exit_code = export_command(exported); });
+
+  TokenizeArgs tokenize;
+  CLI::App* t = app.add_subcommand("tokenize", "JSON lines with \"text\" to lines with \"ids\", standard input to standard output");
+  t->add_option("--tokenizer", tokenize.tokenizer, "tokenizer.json or tokenizer_lockstep.json, or the directory of one")->required();
+  CLI::Option* decode = t->add_flag("--decode", tokenize.decode, "The other way: \"ids\" to \"text\"");
+  t->add_flag("--skip-special", tokenize.skip_special, "Leave out tokens that the vocabulary marks as special")->needs(decode);
+  t->callback([&] { exit_code = tokenize_command(tokenize); });
+
+  ChatEncodeArgs chat;
+  CLI::App* h = app.add_subcommand("chat-encode", "JSON lines with \"messages\" to lines with \"prompt\", standard input to standard output");
+  h->add_option("--tokenizer", chat.tokenizer, "Write the prompt's \"ids\" too");
+  h->add_option("--thinking-mode", chat.thinking_mode, "For rows without \"thinking_mode\"")->check(CLI::IsMember({"chat", "thinking"}));
+  h->add_flag("--parse", chat.parse, "The other way: \"completion\" to \"message\", null with a \"reason\" if it breaks the format");
+  h->callback([&] { exit_code = chat_encode_command(chat); });
 
   VerifyArgs verify;
   CLI::App* v = app.add_subcommand("verify", "Compare the model with a reference's tensors");

@@ -55,7 +55,6 @@ constexpr Choice choice(std::span<const std::string_view> words) {
 
 // In the order of their enums.
 constexpr std::string_view kNumericsWords[] = {"f32", "bf16"};
-constexpr std::string_view kRewardWords[] = {"math", "exact"};
 constexpr std::string_view kAdvantageWords[] = {"grpo", "dr_grpo", "rloo", "batch_std", "reinforce_pp", "reinforce_pp_baseline"};
 constexpr std::string_view kAggregationWords[] = {"token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
                                                   "seq_mean_token_sum_norm", "token_sum"};
@@ -99,7 +98,7 @@ const std::vector<Setting>& rows() {
       {"model.init", +FIELD(model.init), "path", "random", 0, 0,
        "Initial weights: the word random, a checkpoint directory, a run directory (its newest checkpoint) or a safetensors file."},
       {"model.tokenizer", +FIELD(model.tokenizer), "path", "", 0, 0,
-       "A tokenizer_lockstep.json or its directory; the word bytes for one id a byte; empty to take the one beside the checkpoint "
+       "A tokenizer.json of a released model, a tokenizer_lockstep.json, or the directory of one; the word bytes for one id a byte; empty to take the one beside the checkpoint "
        "or config.json, or bytes if there is none."},
       {"model.numerics", choice<FIELD(model.numerics)>(kNumericsWords), "", "bf16", 0, 0,
        "Storage of weights and activations in sampler and trainer alike; sums are f32 in both. f32 is slower and for tests."},
@@ -108,9 +107,22 @@ const std::vector<Setting>& rows() {
        "JSON lines with prompt (or text) and label: what is trained on."},
       {"task.eval_file", +FIELD(task.eval_file), "path", "", 0, 0,
        "The same form: what evaluations ask. Keep it apart from the training file."},
-      {"task.reward", choice<FIELD(task.reward)>(kRewardWords), "", "math", 0, 0,
-       "How a response is judged against its label: math takes the last boxed answer and compares values, exact compares the "
-       "trimmed text."},
+      {"task.reward", choice<FIELD(task.reward.grader)>(kGraderNames), "", "default", 0, 0,
+       "How a response is judged against its label: default reads the last boxed answer as mathematics and compares values; math "
+       "and deepscaler compare normalised text, with answers behind </think> for the latter; dapo takes the last Answer: line and "
+       "scores 1 or -1; exact compares the whole trimmed text; math_miles, dapo_miles and dapo_verl decide as those public graders "
+       "do; command and http ask a program or a server of yours. The prompts must ask for the form that the grader looks for."},
+      {"task.reward_command", +FIELD(task.reward.command), "shell", "", 0, 0,
+       "The program of task.reward = command: reads a JSON object a line, {id, prompt, response, label}, and answers each with a "
+       "line {id, score} (or {id, error}; correct, pred and reason as it likes). One copy a worker; one that crashes is started anew."},
+      {"task.reward_url", +FIELD(task.reward.url), "URL", "", 0, 0,
+       "The server of task.reward = http: gets arrays of such objects by POST and answers an array of verdicts."},
+      {"task.reward_workers", +FIELD(task.reward.workers), "", "0", 0, 1024,
+       "Threads, programs or connections that judge at once; 0 means one a core. Results do not depend on it."},
+      {"task.reward_deadline_s", +FIELD(task.reward.deadline_s), "seconds", "10.0", 0.01, 1e5,
+       "Longest wait for a command's answer to one row, or a server's to one request. Rows that stay unanswered are not trained on."},
+      {"task.reward_thinking", +FIELD(task.reward.thinking), "", "false", 0, 0,
+       "Responses begin inside a thinking block: only what follows the last </think> is judged, and nothing is correct without it."},
       {"task.max_prompt_tokens", +FIELD(task.max_prompt_tokens), "tokens", "256", 1, kMaxInteger,
        "Longer prompts are dropped and counted. With max_new_tokens it must fit into the model's max_position_embeddings."},
       {"task.max_bad_rows", +FIELD(task.max_bad_rows), "fraction", "0", 0, 1,
@@ -588,6 +600,10 @@ Status check_config(const ResolvedConfig& config) {
     if (temperature > 0 && temperature < kMinTemperature)
       return setting_error(config, name, fmt::format("logits divided by it overflow; use 0 for greedy, or at least {}", kMinTemperature));
   }
+  if (c.task.reward.grader == GraderKind::command)
+    LOCKSTEP_RETURN_IF_ERROR(require_text(config, "task.reward_command", c.task.reward.command, "task.reward = command needs a program"));
+  if (c.task.reward.grader == GraderKind::http)
+    LOCKSTEP_RETURN_IF_ERROR(require_text(config, "task.reward_url", c.task.reward.url, "task.reward = http needs a server"));
   if (c.train.loss.dual_clip != 0 && c.train.loss.dual_clip <= 1) {
     return setting_error(config, "train.dual_clip", "it must be above 1, or 0 for off");
   }

@@ -3,7 +3,10 @@
 //
 // f32 is IEEE binary32. bf16 is the upper half of f32; conversion rounds to nearest, ties to even, keeps
 // infinities, and maps every NaN to a quiet NaN of the same sign. Both directions are defined for every bit
-// pattern; dtype_test.cc checks all 65,536 bf16 codes and rounding at every midpoint.
+// pattern; core_test.cc checks all 65,536 bf16 codes and rounding at every midpoint.
+//
+// Formats of 8 and 4 bits are named here and converted in core/formats.h. An element of e2m1x2 is a byte that holds two E2M1
+// numbers: number 2i of a row is the low nibble of byte i, number 2i + 1 the high one, so its shapes count bytes.
 
 #include <bit>
 #include <cstddef>
@@ -11,7 +14,7 @@
 
 namespace lockstep {
 
-enum class DType : uint8_t { f32, bf16, f64, i32, i64, u8 };
+enum class DType : uint8_t { f32, bf16, f64, i32, i64, u8, e4m3, e5m2, e2m1x2, ue8m0 };
 
 constexpr size_t dtype_bytes(DType t) {
   switch (t) {
@@ -21,6 +24,10 @@ constexpr size_t dtype_bytes(DType t) {
     case DType::i32: return 4;
     case DType::i64: return 8;
     case DType::u8: return 1;
+    case DType::e4m3: return 1;
+    case DType::e5m2: return 1;
+    case DType::e2m1x2: return 1;
+    case DType::ue8m0: return 1;
   }
   return 0;
 }
@@ -33,6 +40,10 @@ constexpr const char* dtype_name(DType t) {
     case DType::i32: return "i32";
     case DType::i64: return "i64";
     case DType::u8: return "u8";
+    case DType::e4m3: return "e4m3";
+    case DType::e5m2: return "e5m2";
+    case DType::e2m1x2: return "e2m1x2";
+    case DType::ue8m0: return "ue8m0";
   }
   return "?";
 }
@@ -43,10 +54,24 @@ struct bf16 {
 };
 static_assert(sizeof(bf16) == 2);
 
-inline float to_f32(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
-inline float to_f32(float x) { return x; }
+// Storage of the small formats of core/formats.h.
+struct e4m3 {
+  uint8_t bits;
+};
+struct e5m2 {
+  uint8_t bits;
+};
+struct e2m1x2 {
+  uint8_t bits;
+};
+struct ue8m0 {
+  uint8_t bits;
+};
 
-inline bf16 to_bf16(float x) {
+constexpr float to_f32(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+constexpr float to_f32(float x) { return x; }
+
+constexpr bf16 to_bf16(float x) {
   const uint32_t u = std::bit_cast<uint32_t>(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((u >> 16) | 0x0040u)};
   return {static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
@@ -73,6 +98,14 @@ template <>
 struct DTypeOf<int64_t> { static constexpr DType value = DType::i64; };
 template <>
 struct DTypeOf<uint8_t> { static constexpr DType value = DType::u8; };
+template <>
+struct DTypeOf<e4m3> { static constexpr DType value = DType::e4m3; };
+template <>
+struct DTypeOf<e5m2> { static constexpr DType value = DType::e5m2; };
+template <>
+struct DTypeOf<e2m1x2> { static constexpr DType value = DType::e2m1x2; };
+template <>
+struct DTypeOf<ue8m0> { static constexpr DType value = DType::ue8m0; };
 
 // The model-wide choice of storage: weights of matrices and activations in this dtype, accumulation in f32.
 enum class Numerics : uint8_t { f32, bf16 };

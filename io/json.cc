@@ -160,6 +160,34 @@ void append_float(std::string* out, F value) {
   }
 }
 
+// repr(float(text)): the shortest digits that read back, plain from 1e-4 up to below 1e16, with at least one decimal.
+void append_python_float(std::string* out, const std::string& text) {
+  double value = 0;
+  std::from_chars(text.data(), text.data() + text.size(), value);
+  char buffer[32];
+  const std::to_chars_result r = std::to_chars(std::begin(buffer), std::end(buffer), value, std::chars_format::scientific);
+  std::string_view written(buffer, static_cast<size_t>(r.ptr - buffer));  // -d.ddde+XX
+  if (written.starts_with('-')) {
+    *out += '-';
+    written.remove_prefix(1);
+  }
+  const size_t e = written.find('e');
+  const bool negative = written[e + 1] == '-';
+  int exponent = 0;
+  std::from_chars(written.data() + e + 2, r.ptr, exponent);
+  if (negative) exponent = -exponent;
+  if (exponent < -4 || exponent >= 16) {
+    *out += written;
+    return;
+  }
+  std::string digits(written.substr(0, e));
+  if (digits.size() > 1) digits.erase(1, 1);
+  const auto point = static_cast<size_t>(std::max(exponent + 1, 1));
+  if (exponent < 0) digits.insert(0, static_cast<size_t>(-exponent), '0');
+  if (digits.size() <= point) digits.append(point + 1 - digits.size(), '0');
+  *out += digits.insert(point, ".");
+}
+
 template <typename T>
 void append_integer(std::string* out, T value) {
   const fmt::format_int digits(value);
@@ -267,6 +295,8 @@ void append_json_string(std::string* out, std::string_view s) {
       case '\n': *out += "\\n"; break;
       case '\r': *out += "\\r"; break;
       case '\t': *out += "\\t"; break;
+      case '\b': *out += "\\b"; break;
+      case '\f': *out += "\\f"; break;
       default:
         if (static_cast<unsigned char>(c) < 0x20) {
           *out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
@@ -276,6 +306,40 @@ void append_json_string(std::string* out, std::string_view s) {
     }
   }
   *out += '"';
+}
+
+void append_json(std::string* out, const JsonValue& value, JsonStyle style) {
+  const std::string_view comma = style == JsonStyle::python ? ", " : ",", colon = style == JsonStyle::python ? ": " : ":";
+  switch (value.kind) {
+    case JsonValue::Kind::null: *out += "null"; break;
+    case JsonValue::Kind::boolean: *out += value.boolean ? "true" : "false"; break;
+    case JsonValue::Kind::string: append_json_string(out, value.text); break;
+    case JsonValue::Kind::number:
+      if (style == JsonStyle::python && value.text.find_first_of(".eE") != std::string::npos) {
+        append_python_float(out, value.text);
+      } else {
+        *out += value.text;
+      }
+      break;
+    case JsonValue::Kind::array:
+      *out += '[';
+      for (size_t i = 0; i < value.items.size(); ++i) {
+        if (i) *out += comma;
+        append_json(out, value.items[i], style);
+      }
+      *out += ']';
+      break;
+    case JsonValue::Kind::object:
+      *out += '{';
+      for (size_t i = 0; i < value.members.size(); ++i) {
+        if (i) *out += comma;
+        append_json_string(out, value.members[i].name);
+        *out += colon;
+        append_json(out, value.members[i].value, style);
+      }
+      *out += '}';
+      break;
+  }
 }
 
 void JsonLine::begin(std::string_view key) {

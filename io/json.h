@@ -48,6 +48,11 @@ Result<std::string> canonical_decimal(std::string_view number);
 // Appends `s` as a JSON string, quotes included. Invalid UTF-8 becomes U+FFFD: a record is never unreadable.
 void append_json_string(std::string* out, std::string_view s);
 
+// Appends `value`, members in their order. `compact`: no spaces, numbers as they were written. `python`: the bytes of Python's
+// json.dumps(value, ensure_ascii=False), which prompts contain: ", " and ": ", floats as repr() gives them.
+enum class JsonStyle : uint8_t { compact, python };
+void append_json(std::string* out, const JsonValue& value, JsonStyle style = JsonStyle::compact);
+
 // One JSON object on one line, members in the order they were added:
 //   JsonLine().add("step", 3).add("loss", 0.25f).str()   ->   {"step":3,"loss":0.25}
 // Floats are the shortest text that reads back as the same float (or double); NaN and infinities, which JSON lacks, are

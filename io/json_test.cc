@@ -157,5 +157,28 @@ TEST(JsonLine, AnyBytesGiveAReadableLine) {
   EXPECT_EQ(r.value().members[0].value.text, replace_invalid_utf8(all));
 }
 
+TEST(Json, WritesTreesCompactOrAsPythonDoes) {
+  const Result<JsonValue> r = parse_json(R"( {"b": [1, 2.50, -0.0, 1e2], "a": {"é\b\f\u0001": null, "t": [true, false]}, "e": {}, "n": []} )");
+  ASSERT_TRUE(succeeds(r));
+  std::string compact, python;
+  append_json(&compact, r.value());
+  append_json(&python, r.value(), JsonStyle::python);
+  EXPECT_EQ(compact, R"({"b":[1,2.50,-0.0,1e2],"a":{"é\b\f\u0001":null,"t":[true,false]},"e":{},"n":[]})");
+  EXPECT_EQ(python, R"({"b": [1, 2.5, -0.0, 100.0], "a": {"é\b\f\u0001": null, "t": [true, false]}, "e": {}, "n": []})");
+}
+
+TEST(Json, FloatsAsPythonWritesThem) {
+  // Right side: json.dumps(json.loads(left)) of Python 3.11.
+  for (const auto& [text, python] : {std::pair("0.1", "0.1"), {"1e5", "100000.0"}, {"1e15", "1000000000000000.0"}, {"1e16", "1e+16"},
+                                     {"0.0001", "0.0001"}, {"0.00001", "1e-05"}, {"1.5e300", "1.5e+300"}, {"5e-324", "5e-324"},
+                                     {"123456789012345678.0", "1.2345678901234568e+17"}, {"-12.340", "-12.34"}, {"0.0", "0.0"},
+                                     {"1234567890123456.7", "1234567890123456.8"}, {"-0.00012e0", "-0.00012"}, {"1E2", "100.0"},
+                                     {"123456789012345678901234567890", "123456789012345678901234567890"}}) {
+    std::string out;
+    append_json(&out, parse_json(text).value(), JsonStyle::python);
+    EXPECT_EQ(out, python) << text;
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

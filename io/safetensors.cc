@@ -28,10 +28,10 @@ struct DTypeRow {
 constexpr DTypeRow kDTypes[] = {
     {"F64", 8, true, DType::f64},      {"F32", 4, true, DType::f32},      {"BF16", 2, true, DType::bf16},
     {"I64", 8, true, DType::i64},      {"I32", 4, true, DType::i32},      {"U8", 1, true, DType::u8},
-    {"F16", 2, false, DType::u8},      {"I16", 2, false, DType::u8},      {"I8", 1, false, DType::u8},
+    {"F8_E4M3", 1, true, DType::e4m3}, {"F8_E5M2", 1, true, DType::e5m2}, {"F8_E8M0", 1, true, DType::ue8m0},
+    {"I8", 1, true, DType::e2m1x2},  // released checkpoints store packed E2M1 under this name; nothing of ours is a signed byte
+    {"F16", 2, false, DType::u8},      {"I16", 2, false, DType::u8},      {"BOOL", 1, false, DType::u8},
     {"U64", 8, false, DType::u8},      {"U32", 4, false, DType::u8},      {"U16", 2, false, DType::u8},
-    {"F8_E4M3", 1, false, DType::u8},  {"F8_E5M2", 1, false, DType::u8},  {"F8_E8M0", 1, false, DType::u8},
-    {"BOOL", 1, false, DType::u8},
 };
 
 const DTypeRow* find_dtype(std::string_view name) {
@@ -210,7 +210,7 @@ Result<ConstTensorView> SafetensorsFile::layout(std::string_view name) const {
   if (entry == nullptr) return errorf("{}: there is no {}", path(), tensor_label(name));
   const DTypeRow* row = find_dtype(entry->dtype);
   if (row == nullptr || !row->viewable)
-    return errorf("{}: {} has dtype {}, views are F64, F32, BF16, I64, I32 or U8", path(), tensor_label(name),
+    return errorf("{}: {} has dtype {}, views are F64, F32, BF16, I64, I32, U8, F8_E4M3, F8_E5M2, F8_E8M0 or I8", path(), tensor_label(name),
                   in_quotes(entry->dtype));
   if (entry->shape.size() > Shape::kMaxRank)
     return errorf("{}: {} has {} dimensions {}, views have up to {}", path(), tensor_label(name), entry->shape.size(),

@@ -122,11 +122,12 @@ TEST_F(SafetensorsTest, ScalarsAndManyDimensions) {
 
 TEST_F(SafetensorsTest, DtypesWithoutViewsAreListed) {
   const SafetensorsFile f = opens(
-      R"({"a":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"F6_XYZ","shape":[3],"data_offsets":[4,6]},)"
+      R"({"a":{"dtype":"U16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"F6_XYZ","shape":[3],"data_offsets":[4,6]},)"
       R"("c":{"dtype":"BOOL","shape":[1],"data_offsets":[6,7]},"d":{"dtype":"F16","shape":[1],"data_offsets":[7,9]}})",
       9);
   EXPECT_EQ(f.tensors()[1].dtype, "F6_XYZ");
-  EXPECT_TRUE(fails_with(f.view("a"), "tensor \"a\" has dtype \"F8_E4M3\", views are F64, F32, BF16, I64, I32 or U8"));
+  EXPECT_TRUE(fails_with(f.view("a"), "tensor \"a\" has dtype \"U16\", views are F64, F32, BF16, I64, I32, U8, F8_E4M3, F8_E5M2, "
+                                         "F8_E8M0 or I8"));
   EXPECT_TRUE(fails_with(f.view("b"), "has dtype \"F6_XYZ\""));
   EXPECT_TRUE(fails_with(f.view("d"), "has dtype \"F16\""));
   EXPECT_EQ(f.bytes(*f.find("a"))[3], 4);
@@ -271,6 +272,7 @@ TEST_F(SafetensorsTest, WriterRoundTripsEveryDtype) {
   w.add("i", ConstTensorView(i32, DType::i32, {2}));
   w.add("l", ConstTensorView(i64, DType::i64, {1, 1, 1, 1}));
   w.add("none", ConstTensorView(nullptr, DType::f32, {0, 4}));
+  for (const DType t : {DType::e4m3, DType::e5m2, DType::ue8m0, DType::e2m1x2}) w.add(dtype_name(t), ConstTensorView(u8, t, {1, 3}));
   ASSERT_TRUE(succeeds(w.write(path_)));
 
   Result<SafetensorsFile> opened = SafetensorsFile::open(path_);
@@ -278,7 +280,9 @@ TEST_F(SafetensorsTest, WriterRoundTripsEveryDtype) {
   const SafetensorsFile f = opened.take();
   EXPECT_EQ(f.metadata().at("step"), "12");
   EXPECT_EQ(f.metadata().at("note"), "a \"quoted\" line\n");
-  EXPECT_EQ(f.tensors().size(), 7u);
+  EXPECT_EQ(f.tensors().size(), 11u);
+  EXPECT_EQ(f.find("ue8m0")->dtype, "F8_E8M0");
+  EXPECT_EQ(f.find("e2m1x2")->dtype, "I8");
   const auto same = [&](const char* name, const void* data, ConstTensorView expected) {
     Result<ConstTensorView> v = f.view(name);
     ASSERT_TRUE(succeeds(v));
@@ -295,6 +299,7 @@ TEST_F(SafetensorsTest, WriterRoundTripsEveryDtype) {
   same("i", i32, ConstTensorView(i32, DType::i32, {2}));
   same("l", i64, ConstTensorView(i64, DType::i64, {1, 1, 1, 1}));
   same("none", nullptr, ConstTensorView(nullptr, DType::f32, {0, 4}));
+  for (const DType t : {DType::e4m3, DType::e5m2, DType::ue8m0, DType::e2m1x2}) same(dtype_name(t), u8, ConstTensorView(u8, t, {1, 3}));
   EXPECT_EQ(d_.count(), 1u);
 }
 

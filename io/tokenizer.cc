@@ -1,12 +1,36 @@
 #include "io/tokenizer.h"
 
 #include <filesystem>
+#include <utility>
 
+#include "io/bpe_tokenizer.h"
 #include "io/file.h"
 #include "io/json.h"
 #include "io/utf8.h"
 
 namespace lockstep {
+
+namespace {
+
+constexpr std::string_view kNoUtf8 = "\xFF";  // comes out as U+FFFD
+
+}  // namespace
+
+std::string Tokenizer::decode(std::span<const int32_t> ids, SpecialTokens special) const {
+  std::string bytes;
+  for (const int32_t id : ids) bytes += token_bytes(id, special);
+  return replace_invalid_utf8(bytes);
+}
+
+std::string StreamDecoder::push(int32_t id) {
+  held_ += tokenizer_.token_bytes(id, special_);
+  const size_t tail = incomplete_utf8_tail(held_);
+  std::string text = replace_invalid_utf8(std::string_view(held_).substr(0, held_.size() - tail));
+  held_.erase(0, held_.size() - tail);
+  return text;
+}
+
+std::string StreamDecoder::finish() { return replace_invalid_utf8(std::exchange(held_, {})); }
 
 ByteTokenizer::ByteTokenizer() {
   for (int b = 0; b < 256; ++b) {
@@ -45,17 +69,10 @@ Result<std::vector<int32_t>> ByteTokenizer::encode(std::string_view text) const 
   return ids;
 }
 
-std::string ByteTokenizer::decode(std::span<const int32_t> ids) const {
-  std::string text;
-  text.reserve(ids.size());
-  for (const int32_t id : ids) {
-    if (id < 0 || id >= vocab_size()) {
-      text += '\xFF';  // never UTF-8, so it comes out as U+FFFD
-    } else if (id >= kFirstByte) {
-      text += bytes_[static_cast<size_t>(id - kFirstByte)];
-    }
-  }
-  return replace_invalid_utf8(text);
+std::string_view ByteTokenizer::token_bytes(int32_t id, SpecialTokens) const {
+  if (id < 0 || id >= vocab_size()) return kNoUtf8;
+  if (id < kFirstByte) return {};
+  return std::string_view(bytes_).substr(static_cast<size_t>(id - kFirstByte), 1);
 }
 
 Status ByteTokenizer::save(const std::string& directory) const {
@@ -66,15 +83,14 @@ Status ByteTokenizer::save(const std::string& directory) const {
   return atomic_write(directory + "/" + kTokenizerFile, line.str() + "\n");
 }
 
-Result<std::unique_ptr<Tokenizer>> load_tokenizer(const std::string& path) {
+namespace {
+
+bool exists(const std::string& path) {
   std::error_code error;
-  const std::string file = std::filesystem::is_directory(path, error) ? path + "/" + kTokenizerFile : path;
-  Result<std::string> text = read_file(file);
-  if (!text) return text.status();
-  Result<JsonValue> parsed = parse_json(text.value());
-  if (!parsed) return errorf("{}: invalid JSON, {}", file, parsed.message());
-  const JsonValue& root = parsed.value();
-  if (!root.is(JsonValue::Kind::object)) return errorf("{}: {}, an object is wanted", file, json_kind_name(root.kind));
+  return std::filesystem::exists(path, error);
+}
+
+Result<std::unique_ptr<Tokenizer>> read_byte_tokenizer(const JsonValue& root, const std::string& file) {
   for (const auto& [key, value] : root.members) {
     if (key != "type" && key != "alphabet" && key != "vocab_size")
       return errorf("{}: {} is not a known key; type, alphabet and vocab_size are", file, in_quotes(key));
@@ -98,6 +114,39 @@ Result<std::unique_ptr<Tokenizer>> load_tokenizer(const std::string& path) {
                     size->is(JsonValue::Kind::number) ? size->text : json_kind_name(size->kind), tokenizer->vocab_size());
   }
   return tokenizer;
+}
+
+}  // namespace
+
+bool has_tokenizer(const std::string& directory) {
+  return exists(directory + "/" + kTokenizerFile) || exists(directory + "/" + kBpeTokenizerFile);
+}
+
+Result<std::unique_ptr<Tokenizer>> load_tokenizer(const std::string& path) {
+  std::error_code error;
+  std::string file = path;
+  if (std::filesystem::is_directory(path, error)) {
+    file = path + "/" + kTokenizerFile;
+    if (!exists(file) && exists(path + "/" + kBpeTokenizerFile)) file = path + "/" + kBpeTokenizerFile;
+  }
+  Result<std::string> text = read_file(file);
+  if (!text) return text.status();
+  Result<JsonValue> parsed = parse_json(text.value());
+  if (!parsed) return errorf("{}: invalid JSON, {}", file, parsed.message());
+  const JsonValue& root = parsed.value();
+  if (!root.is(JsonValue::Kind::object)) return errorf("{}: {}, an object is wanted", file, json_kind_name(root.kind));
+  if (root.find("model") == nullptr) return read_byte_tokenizer(root, file);
+
+  std::string config;
+  const std::string config_file = parent_directory(file) + "/" + kTokenizerConfigFile;
+  if (exists(config_file)) {
+    Result<std::string> read = read_file(config_file);
+    if (!read) return read.status();
+    config = read.take();
+  }
+  Result<std::unique_ptr<BpeTokenizer>> tokenizer = BpeTokenizer::make(root, text.take(), file, std::move(config), config_file);
+  if (!tokenizer) return tokenizer.status();
+  return std::unique_ptr<Tokenizer>(tokenizer.take());
 }
 
 }  // namespace lockstep

@@ -14,12 +14,19 @@ struct Piece {
   bool whole;
 };
 
+// Bytes of the sequence that `lead` begins; 0 if it begins none: continuation, overlong two-byte forms, above U+10FFFF.
+size_t utf8_need(char lead) {
+  const auto b = static_cast<uint8_t>(lead);
+  if (b < 0x80) return 1;
+  if (b < 0xC2 || b > 0xF4) return 0;
+  return b < 0xE0 ? 2 : b < 0xF0 ? 3 : 4;
+}
+
 Piece read_piece(std::string_view s, size_t at) {
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(s[i]); };
   const uint8_t lead = byte(at);
-  if (lead < 0x80) return {1, true};
-  if (lead < 0xC2 || lead > 0xF4) return {1, false};  // continuation, overlong two-byte forms, above U+10FFFF
-  const size_t need = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
+  const size_t need = utf8_need(s[at]);
+  if (need <= 1) return {1, need == 1};
   // The second byte alone decides about overlong forms, surrogates and the upper end.
   const uint8_t low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
   const uint8_t high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
@@ -61,6 +68,16 @@ std::string replace_invalid_utf8(std::string_view s) {
     i += piece.length;
   }
   return out;
+}
+
+size_t incomplete_utf8_tail(std::string_view s) {
+  for (size_t n = 1; n <= 3 && n <= s.size(); ++n) {
+    const size_t at = s.size() - n;
+    if (static_cast<uint8_t>(s[at]) < 0xC0) continue;  // no lead byte, so nothing begins here that could be cut
+    const Piece piece = read_piece(s, at);
+    return !piece.whole && piece.length == n && utf8_need(s[at]) > n ? n : 0;
+  }
+  return 0;
 }
 
 std::string in_quotes(std::string_view s, size_t max_bytes) {

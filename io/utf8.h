@@ -16,6 +16,9 @@ size_t find_invalid_utf8(std::string_view s);
 // Copies s with every maximal broken piece replaced by one U+FFFD (the W3C and Python rule).
 std::string replace_invalid_utf8(std::string_view s);
 
+// Bytes at the end of s (0 to 3) that begin a sequence which more bytes could complete.
+size_t incomplete_utf8_tail(std::string_view s);
+
 // For messages: quoted, control and broken bytes as \xNN, cut with "..." after max_bytes.
 std::string in_quotes(std::string_view s, size_t max_bytes = 80);
 

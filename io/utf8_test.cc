@@ -52,6 +52,15 @@ TEST(Utf8, RepairedTextIsAlwaysValid) {
     }
 }
 
+TEST(Utf8, IncompleteTail) {
+  const std::string text = "a\u00E9\u4F60\U0001F600";
+  // Of a text cut anywhere: the bytes of the character that the cut is in.
+  const size_t tails[] = {0, 0, 1, 0, 1, 2, 0, 1, 2, 3, 0};
+  for (size_t n = 0; n <= text.size(); ++n) EXPECT_EQ(incomplete_utf8_tail(std::string_view(text).substr(0, n)), tails[n]) << n;
+  for (const char* broken : {"\xFF", "\xC0", "\x80", "\xE0\x80", "\xF5\x80", "\xED\xA0", "\xE4\xBD\xA0\x80", "\xE4z"})
+    EXPECT_EQ(incomplete_utf8_tail(broken), 0u);  // no byte can complete these
+}
+
 TEST(Utf8, QuotedShowsControlBytesAndCuts) {
   EXPECT_EQ(in_quotes("a\nb"), "\"a\\x0ab\"");
   EXPECT_EQ(in_quotes("\xFFz"), "\"\\xffz\"");

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/formats.h"
+
 namespace lockstep::testing {
 
 Tensor::Tensor(DType dtype, Shape shape) {
@@ -25,6 +27,10 @@ double read(ConstTensorView v, int64_t i) {
     case DType::i32: return static_cast<const int32_t*>(v.data)[at];
     case DType::i64: return static_cast<double>(static_cast<const int64_t*>(v.data)[at]);
     case DType::u8: return static_cast<const uint8_t*>(v.data)[at];
+    case DType::e4m3: return to_f32(static_cast<const e4m3*>(v.data)[at]);
+    case DType::e5m2: return to_f32(static_cast<const e5m2*>(v.data)[at]);
+    case DType::ue8m0: return to_f32(static_cast<const ue8m0*>(v.data)[at]);
+    case DType::e2m1x2: return static_cast<const e2m1x2*>(v.data)[at].bits;  // two numbers: the byte
   }
   return 0;
 }

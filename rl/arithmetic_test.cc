@@ -8,7 +8,7 @@
 #include "io/jsonl.h"
 #include "io/testing.h"
 #include "io/tokenizer.h"
-#include "rl/reward.h"
+#include "rl/grader/grader.h"
 
 namespace lockstep {
 namespace {
@@ -79,7 +79,7 @@ TEST(Arithmetic, EveryItemIsShortCorrectAndInTheAlphabet) {
     ASSERT_LE(item.solution.size(), kMaxArithmeticSolution) << item.solution;
     ASSERT_EQ(item.label, std::to_string(solve(item))) << item.prompt;
     ASSERT_LE(std::stoi(item.label), 999);
-    ASSERT_TRUE(math_reward(item.solution, item.label).correct) << item.solution;
+    ASSERT_TRUE(grade(GraderKind::math, item.solution, item.label).correct) << item.solution;
     ASSERT_EQ(item.id, std::string(arithmetic_family_name(item.family)) + "-" + std::to_string(i));
     ASSERT_TRUE(succeeds(tokenizer.encode(item.prompt + item.solution)));
     ASSERT_EQ(item.prompt.find(':'), item.prompt.size() - 1);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/formats.h"
 #include "ops/logprob/logprob.h"
 
 namespace lockstep {
@@ -41,6 +42,10 @@ double element_value(const std::byte* data, DType dtype, size_t i) {
     case DType::i32: return read(int32_t{});
     case DType::i64: return static_cast<double>(read(int64_t{}));
     case DType::u8: return read(uint8_t{});
+    case DType::e4m3: return to_f32(read(e4m3{}));
+    case DType::e5m2: return to_f32(read(e5m2{}));
+    case DType::ue8m0: return to_f32(read(ue8m0{}));
+    case DType::e2m1x2: return read(e2m1x2{}).bits;  // two numbers: the byte
   }
   return 0;
 }

@@ -42,7 +42,7 @@ std::string EvalReport::str() const {
                             100 * truncated_ratio, 100 * unanswered_ratio, mean_length, num_problems, num_samples);
 }
 
-Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, RewardKind reward, const EvalOptions& options,
+Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, const RewardOptions& reward, const EvalOptions& options,
                             const Hooks& hooks, const std::string& label, std::string* records, const Peers& peers) {
   const auto start = std::chrono::steady_clock::now();
   if (options.problems > 0) problems = problems.first(std::min(problems.size(), static_cast<size_t>(options.problems)));
@@ -63,6 +63,20 @@ Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, Re
   }
   Result<std::vector<Completion>> completions = peers.run(policy.engine(), policy.context(), requests, hooks, label);
   if (!completions) return completions.status();
+  std::vector<Trajectory> trajectories;
+  for (size_t i = 0; i < completions.value().size(); ++i) {
+    trajectories.push_back(make_trajectory(problems[i / static_cast<size_t>(options.samples)], completions.value()[i], options.samples,
+                                           policy.tokenizer(), policy.config().vocab_size));
+  }
+  std::vector<GradeRow> rows;
+  for (size_t i = 0; i < trajectories.size(); ++i) {
+    const Prompt& problem = problems[i / static_cast<size_t>(options.samples)];
+    rows.push_back({problem.text, trajectories[i].text, problem.label});
+  }
+  Result<std::unique_ptr<Judge>> judge = Judge::make(reward);
+  if (!judge) return judge.status();
+  const Result<std::vector<RewardResult>> verdicts = peers.grade(*judge.value(), rows);
+  if (!verdicts) return verdicts.status();
 
   EvalReport report;
   report.num_problems = static_cast<int64_t>(problems.size());
@@ -73,9 +87,9 @@ Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, Re
   int64_t truncated = 0, unanswered = 0;
   for (size_t i = 0; i < completions.value().size(); ++i) {
     const Prompt& problem = problems[i / static_cast<size_t>(options.samples)];
-    const Trajectory t =
-        make_trajectory(problem, completions.value()[i], options.samples, policy.tokenizer(), policy.config().vocab_size);
-    const RewardResult verdict = judge(reward, problem, t);
+    const Trajectory& t = trajectories[i];
+    const RewardResult& verdict = verdicts.value()[i];
+    if (!verdict.scored()) return errorf("sample {} of row {} was not judged: {}", completions.value()[i].sample_idx, problem.row, verdict.error);
     num_correct[i / static_cast<size_t>(options.samples)] += verdict.correct ? 1 : 0;
     answers.push_back(verdict.pred);
     correct.push_back(verdict.correct);

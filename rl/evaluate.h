@@ -40,8 +40,9 @@ struct EvalReport {
   std::string str() const;
 };
 
-// `records`, unless null, receives every sample as JSON lines. Peers share the problems and all get the whole report.
-Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, RewardKind reward, const EvalOptions& options,
+// `records`, unless null, receives every sample as JSON lines. Peers share the problems and all get the whole report. A response
+// that could not be judged is an error: there is no accuracy without it.
+Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, const RewardOptions& reward, const EvalOptions& options,
                             const Hooks& hooks, const std::string& label, std::string* records, const Peers& peers = {});
 
 }  // namespace lockstep

@@ -20,6 +20,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <set>
 
 #include "core/log.h"
 #include "io/file.h"
@@ -87,7 +88,7 @@ class Loop {
 
   // Stages of a step, in order.
   Result<std::vector<Group>> rollout();
-  void reward(std::vector<Group>& groups);
+  Status reward(std::vector<Group>& groups);
   Status advantage(std::vector<Group>& groups);
   Status train(std::vector<Group>& groups, Metrics& metrics);
   // The promise: what the trainer's forward saw is what the sampler recorded, or the run stops with a diagnosis.
@@ -112,12 +113,14 @@ class Loop {
   std::unique_ptr<Policy> policy_;
   std::unique_ptr<ReferencePolicy> reference_;  // only with a KL term
   std::unique_ptr<Task> task_;
+  std::unique_ptr<Judge> judge_;
   std::vector<Prompt> eval_problems_;
   std::string eval_name_;
   std::unique_ptr<RunDir> dir_;  // of rank 0
   std::ofstream timing_;         // likewise
   RunState state_;
   LoopReport report_;
+  int64_t equal_steps_ = 0;      // in a row, up to now, in which all rewards were equal
   double logprob_seconds_ = 0;  // of this step: trainer forwards besides the one that is differentiated
 };
 
@@ -154,6 +157,9 @@ Status Loop::load_inputs(int threads) {
     reference_ = reference.take();
   }
 
+  Result<std::unique_ptr<Judge>> judge = Judge::make(c.task.reward);
+  if (!judge) return judge.status();
+  judge_ = judge.take();
   TaskCounts counts;
   Result<std::vector<Prompt>> prompts = load_prompts(c.task.train_file, policy_->tokenizer(), c.task, &counts);
   if (!prompts) return prompts.status();
@@ -242,19 +248,42 @@ Result<std::vector<Group>> Loop::rollout() {
   return groups;
 }
 
-void Loop::reward(std::vector<Group>& groups) {
+Status Loop::reward(std::vector<Group>& groups) {
+  std::vector<Trajectory*> judged;
+  std::vector<GradeRow> rows;
   for (Group& g : groups) {
     for (Trajectory& t : g.trajectories) {
       if (!t.usable()) continue;
-      RewardResult r = judge(config_.task.reward, g.prompt, t);
-      t.score = r.score;
-      t.reward = r.score + length_penalty(t.response_length(), config_.rollout.max_new_tokens, config_.train.overlong_buffer,
-                                          config_.train.overlong_factor);
-      t.correct = r.correct;
-      t.answer = std::move(r.pred);
-      t.reason = reward_reason_name(r.reason);
+      judged.push_back(&t);
+      rows.push_back({g.prompt.text, t.text, g.prompt.label});
     }
   }
+  Result<std::vector<RewardResult>> verdicts = peers_.grade(*judge_, rows);
+  if (!verdicts) return verdicts.status();
+  std::set<float> scores;
+  for (size_t i = 0; i < judged.size(); ++i) {
+    Trajectory& t = *judged[i];
+    RewardResult& r = verdicts.value()[i];
+    t.reason = reward_reason_name(r.reason);
+    if (!r.scored()) {
+      t.status = TrajectoryStatus::failed;
+      t.failure = "not judged: " + r.error;
+      log_warn("sample {} is not trained; {}", t.index, t.failure);
+      continue;
+    }
+    t.score = r.score;
+    t.reward = r.score + length_penalty(t.response_length(), config_.rollout.max_new_tokens, config_.train.overlong_buffer,
+                                        config_.train.overlong_factor);
+    t.correct = r.correct;
+    t.answer = std::move(r.pred);
+    scores.insert(t.reward);
+  }
+  equal_steps_ = scores.size() == 1 ? equal_steps_ + 1 : 0;
+  if (equal_steps_ > 0) {
+    log_warn("step {}: all rewards are {} ({} in a row): there is nothing to learn; do the prompt's answer format and task.reward agree?",
+             state_.step + 1, *scores.begin(), equal_steps_);
+  }
+  return Status::ok();
 }
 
 Status Loop::advantage(std::vector<Group>& groups) {
@@ -436,7 +465,7 @@ Status Loop::run() {
     std::vector<Group>& groups = made.value();
     const double rollout_s = watch.lap();
 
-    reward(groups);
+    LOCKSTEP_RETURN_IF_ERROR(reward(groups));
     LOCKSTEP_RETURN_IF_ERROR(advantage(groups));
     const double reward_s = watch.lap();
     if (run.save_rollouts) {

@@ -47,6 +47,7 @@ void add_train_metrics(Metrics& metrics, std::span<const StepMetrics> steps) {
 void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups) {
   double num = 0, score = 0, reward = 0, correct = 0, truncated = 0, failed = 0, mixed = 0, num_tokens = 0, logprob = 0,
          advantage = 0;
+  double timeouts = 0;  // of graders
   double uniform = 0, uniform_zero = 0, uniform_one = 0, num_groups = 0;
   std::vector<int64_t> lengths;
   std::vector<int32_t> versions;
@@ -65,6 +66,7 @@ void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups) {
       score += t.score;
       reward += t.reward;
       rewards.insert(t.reward);
+      timeouts += t.reason == "timeout" ? 1 : 0;
       truncated += t.status == TrajectoryStatus::truncated ? 1 : 0;
       lengths.push_back(t.response_length());
       const auto [low, high] = std::minmax_element(t.versions.begin(), t.versions.end());
@@ -92,6 +94,7 @@ void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups) {
   add_mean(metrics, "rollout/raw_reward", score, num);
   add_mean(metrics, "rollout/rewards", reward, num);
   add_mean(metrics, "rollout/accuracy", correct, num);
+  add_mean(metrics, "reward/timeout_frac", timeouts, num);
   for (const auto& [k, sum] : pass) add_mean(metrics, fmt::format("passrate/pass@{}", k), sum.first, sum.second);
   add_mean(metrics, "rollout/advantages", advantage, num_tokens);
   add_mean(metrics, "rollout/rollout_log_probs", logprob, num_tokens);

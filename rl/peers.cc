@@ -92,6 +92,13 @@ Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span
   return completions;
 }
 
+Result<std::vector<RewardResult>> Peers::grade(Judge& judge, std::span<const GradeRow> rows) const {
+  if (alone() || judge.is_pure()) return judge.grade(rows);
+  std::string text = first() ? verdicts_text(judge.grade(rows)) : "";
+  group()->broadcast(&text, 0, "verdicts");
+  return verdicts_from_text(text);
+}
+
 uint64_t checksum(const TensorSet& tensors) {
   uint64_t sum = 0;
   for (const TensorView& v : tensors.views)

@@ -12,6 +12,7 @@
 
 #include "model/weights.h"
 #include "parallel/collective.h"
+#include "rl/grader/judge.h"
 #include "rl/hooks.h"
 #include "rollout/engine.h"
 
@@ -38,6 +39,8 @@ class Peers {
   // `requests`, which are by ascending prompt id, and all get all completions.
   Result<std::vector<Completion>> run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
                                       const std::string& label) const;
+  // The verdicts on `rows`, which all ranks have. A judge that is not pure is asked by rank 0, so that all see the same.
+  Result<std::vector<RewardResult>> grade(Judge& judge, std::span<const GradeRow> rows) const;
 
  private:
   RankWorld* world_ = nullptr;

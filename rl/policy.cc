@@ -55,7 +55,8 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
                   tokenizer.vocab_size(), config.vocab_size);
   }
   if (tokenizer.bos_id() != config.bos_id || tokenizer.eos_id() != config.eos_id) {
-    return errorf("the tokenizer begins with id {} and ends with id {}, config.json says bos_token_id {} and eos_token_id {}",
+    return errorf("the tokenizer begins with id {} and ends with id {}, config.json says bos_token_id {} and eos_token_id {}; a "
+                  "tokenizer.json has them from the tokenizer_config.json beside it",
                   tokenizer.bos_id(), tokenizer.eos_id(), config.bos_id, config.eos_id);
   }
   return Status::ok();
@@ -105,7 +106,7 @@ Result<std::unique_ptr<Tokenizer>> find_tokenizer(const PolicyOptions& options) 
   if (!options.tokenizer.empty()) return load_tokenizer(options.tokenizer);
   for (const std::string& path :
        {options.init, is_directory(options.config) ? options.config : parent_directory(options.config)}) {
-    if (is_directory(path) && exists(path + "/" + kTokenizerFile)) return load_tokenizer(path);
+    if (is_directory(path) && has_tokenizer(path)) return load_tokenizer(path);
   }
   return std::unique_ptr<Tokenizer>(std::make_unique<ByteTokenizer>());
 }
@@ -114,11 +115,11 @@ namespace {
 
 // Weights trained under one tokenizer say nothing under another, and the run would not notice.
 Status check_trained_tokenizer(const PolicyOptions& options, const Tokenizer& tokenizer) {
-  if (!is_directory(options.init) || !exists(options.init + "/" + kTokenizerFile)) return Status::ok();
+  if (options.tokenizer.empty() || !is_directory(options.init) || !has_tokenizer(options.init)) return Status::ok();
   Result<std::unique_ptr<Tokenizer>> own = load_tokenizer(options.init);
   if (!own) return own.status();
   bool same = own.value()->vocab_size() == tokenizer.vocab_size();
-  for (int32_t id = 0; same && id < tokenizer.vocab_size(); ++id) same = own.value()->decode({&id, 1}) == tokenizer.decode({&id, 1});
+  for (int32_t id = 0; same && id < tokenizer.vocab_size(); ++id) same = own.value()->token_bytes(id) == tokenizer.token_bytes(id);
   if (same) return Status::ok();
   return errorf("model.tokenizer is \"{}\", but {} was trained with another tokenizer, which lies beside it; leave model.tokenizer empty to use that one",
                 options.tokenizer, options.init);
@@ -206,7 +207,8 @@ Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, c
 Result<std::vector<int32_t>> prompt_tokens(const Tokenizer& tokenizer, const std::string& text) {
   Result<std::vector<int32_t>> ids = tokenizer.encode(text);
   if (!ids) return ids.status();
-  std::vector<int32_t> tokens = {tokenizer.bos_id()};
+  std::vector<int32_t> tokens;
+  if (ids.value().empty() || ids.value().front() != tokenizer.bos_id()) tokens.push_back(tokenizer.bos_id());  // chat prompts hold it
   tokens.insert(tokens.end(), ids.value().begin(), ids.value().end());
   return tokens;
 }

@@ -87,7 +87,7 @@ class ReferencePolicy {
 Result<ModelConfig> find_model_config(const PolicyOptions& options);
 Result<std::unique_ptr<Tokenizer>> find_tokenizer(const PolicyOptions& options);
 
-// What the model is given for a prompt: the begin token, then the ids of the text.
+// What the model is given for a prompt: the begin token, unless the text itself begins with it, then the ids of the text.
 Result<std::vector<int32_t>> prompt_tokens(const Tokenizer& tokenizer, const std::string& text);
 // The text of a response: its ids without a final end token.
 std::string response_text(const Tokenizer& tokenizer, std::span<const int32_t> response);

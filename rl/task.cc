@@ -82,12 +82,4 @@ Prompt Task::next() {
   return p;
 }
 
-RewardResult judge(RewardKind kind, const Prompt& prompt, const Trajectory& trajectory) {
-  switch (kind) {
-    case RewardKind::math: return math_reward(trajectory.text, prompt.label);
-    case RewardKind::exact: return exact_match_reward(trajectory.text, prompt.label);
-  }
-  return {};
-}
-
 }  // namespace lockstep

@@ -1,6 +1,5 @@
 #pragma once
-// What is asked and how answers are judged: data files to prompts, prompts in the order of a run, and the grader that a run has
-// chosen.
+// What is asked: data files to prompts, and prompts in the order of a run.
 
 #include <cstdint>
 #include <span>
@@ -12,15 +11,13 @@
 #include "io/tokenizer.h"
 #include "rl/order.h"
 #include "rl/records.h"
-#include "rl/reward.h"
+#include "rl/grader/judge.h"
 
 namespace lockstep {
 
-enum class RewardKind : uint8_t { math, exact };
-
 struct TaskOptions {
   std::string train_file, eval_file;
-  RewardKind reward = RewardKind::math;
+  RewardOptions reward;
   int64_t max_prompt_tokens = 256;  // the begin token counts
   float max_bad_rows = 0;           // share of unreadable rows that is tolerated
 };
@@ -63,8 +60,5 @@ class Task {
   std::vector<Prompt> prompts_;
   EpochOrder order_;
 };
-
-// The verdict on a response's text. Total: any bytes get one.
-RewardResult judge(RewardKind kind, const Prompt& prompt, const Trajectory& trajectory);
 
 }  // namespace lockstep

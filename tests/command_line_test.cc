@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -105,6 +106,36 @@ TEST_F(CommandLine, DamagedWeightsAnswerNothing) {
   EXPECT_FALSE(fs::exists(path("out")));
 }
 
+TEST_F(CommandLine, Grade) {
+  std::ofstream(path("rows.jsonl")) << R"({"id":5,"response":"so \\boxed{\\frac{1}{2}}","label":0.50})" << "\n\n" << "nonsense\n"
+                                    << R"({"id":"b","response":"\\boxed{3}","label":"4"})" << "\n" << R"({"response":3,"label":"4"})";
+  const std::string wanted = R"({"id":5,"score":1,"correct":true,"pred":"1/2","reason":"correct"})"
+                             "\n"
+                             R"({"score":null,"correct":false,"pred":"","reason":"error","error":"line 1, column 2)";
+  const Outcome mixed = lockstep("grade < rows.jsonl", "", "2>err");
+  expect(mixed, 2, wanted);
+  expect(mixed, 2, "\n" R"({"id":"b","score":0,"correct":false,"pred":"3","reason":"wrong"})" "\n");
+  EXPECT_EQ(std::count(mixed.said.begin(), mixed.said.end(), '\n'), 4);
+  expect(lockstep("grade < rows.jsonl", "", "2>&1 >/dev/null"), 2, "standard input:5: \"response\" is a number, a string is wanted");
+  std::ofstream(path("good.jsonl")) << R"({"id":5,"response":"Answer: 7","label":"7"})" << "\n";
+  expect(lockstep("grade --grader dapo < good.jsonl"), 0, R"({"id":5,"score":1,"correct":true,"pred":"7","reason":"correct"})");
+  expect(lockstep("grade --grader math < good.jsonl"), 0, R"("score":0,"correct":false,"pred":"","reason":"no_answer")");
+  // It answers rows as they come, so it can be the command of another one.
+  expect(lockstep("grade --command '" LOCKSTEP_PROGRAM " grade --grader dapo' < good.jsonl"), 0, R"({"id":5,"score":1,"correct":true,"pred":"7")");
+  expect(lockstep("grade --command 'exit 3' < good.jsonl"), 1, "standard input:1: not judged: the command grader failed 2 times on this row");
+  expect(lockstep("grade --grader maths < good.jsonl"), 2, "maths not in");
+  expect(lockstep("grade --grader command < good.jsonl"), 2, "needs a command");
+  expect(lockstep("grade --grader math --command x < good.jsonl"), 2, "--command is for --grader command");
+  expect(lockstep("grade < /dev/null"), 0, "");
+}
+
+TEST_F(CommandLine, RewardsThatAreAllEqualAreNamed) {
+  prepare();
+  expect(lockstep("train run.toml --set run.steps=2"), 0, "step 2: all rewards are 0 (2 in a row): there is nothing to learn");
+  expect(lockstep("train run.toml --set run.dir=asked --set task.reward=command"), 2, "task.reward_command is \"\" by default; task.reward = command needs a program");
+  expect(lockstep("train run.toml --set run.dir=asked --set task.reward=command --set 'task.reward_command=exit 3'"), 1, "not judged: the command grader failed 2 times");
+}
+
 TEST_F(CommandLine, Ranks) {
   prepare();
   expect(lockstep("train run.toml --set parallel.pp=2"), 2, "--set parallel.pp: parallel.pp is 2; not yet");
@@ -112,6 +143,58 @@ TEST_F(CommandLine, Ranks) {
   EXPECT_FALSE(fs::exists(path("run")));
   expect(lockstep("train run.toml --set parallel.dp=1"), 0, "steps 0 to 1");
   expect(lockstep("stall run"), 2, "run holds no flight records");
+}
+
+TEST_F(CommandLine, Tokenize) {
+  std::ofstream(path("tokenizer_lockstep.json")) << R"({"type":"byte","alphabet":"0123456789+=","vocab_size":15})";
+  std::ofstream(path("rows")) << "{\"id\":7,\"text\":\"1+9=\",\"x\":[1.50]}\n\n{\"text\":\"\"}\n";
+  const Outcome encoded = lockstep("tokenize --tokenizer . < rows | tee ids");
+  EXPECT_EQ(encoded.said, "{\"id\":7,\"ids\":[4,13,12,14],\"x\":[1.50]}\n{\"ids\":[]}\n");
+  EXPECT_EQ(lockstep("tokenize --tokenizer . --decode --skip-special < ids").said, "{\"id\":7,\"text\":\"1+9=\",\"x\":[1.50]}\n{\"text\":\"\"}\n");
+  expect(lockstep("tokenize --tokenizer . --decode < rows"), 2, "standard input:1: there is no \"ids\"");
+  std::ofstream(path("bad")) << "{\"text\":\"1\"}\n{\"text\":\"a\"}\n";
+  expect(lockstep("tokenize --tokenizer . < bad"), 2, "standard input:2: byte 0x61");
+  std::ofstream(path("bad")) << "{\"ids\":[15]}\n";
+  expect(lockstep("tokenize --tokenizer . --decode < bad"), 2, "standard input:1: \"ids\"[0] is 15, an id from 0 to 14 is wanted");
+  expect(lockstep("tokenize --tokenizer none < bad"), 2, "none: No such file");
+  expect(lockstep("tokenize --tokenizer . --skip-special < bad"), 2, "--decode");
+}
+
+TEST_F(CommandLine, ChatEncode) {
+  std::ofstream(path("rows")) << R"({"id":1,"messages":[{"role":"user","content":"q"}]})" << "\n";
+  expect(lockstep("chat-encode < rows"), 2, "standard input:1: \"thinking_mode\" is missing");
+  EXPECT_EQ(lockstep("chat-encode --thinking-mode thinking < rows").said,
+            "{\"id\":1,\"prompt\":\"<｜begin▁of▁sentence｜><｜User｜>q<｜Assistant｜><think>\"}\n");
+  std::ofstream(path("done")) << R"({"completion":"r</think>a<｜end▁of▁sentence｜>"})" << "\n" << R"({"completion":"cut"})" << "\n";
+  EXPECT_EQ(lockstep("chat-encode --parse --thinking-mode thinking < done").said,
+            "{\"message\":{\"role\":\"assistant\",\"content\":\"a\",\"reasoning_content\":\"r\",\"tool_calls\":[]}}\n"
+            "{\"message\":null,\"reason\":\"the reasoning does not end with </think>\"}\n");
+  std::ofstream(path("rows")) << "{\"messages\":[{\"role\":\"user\"}],\"thinking_mode\":\"chat\"}\n{\"messages\":5,\"thinking_mode\":\"chat\"}\n";
+  expect(lockstep("chat-encode < rows"), 2, "standard input:2: \"messages\" is a number, a list is wanted");
+}
+
+TEST_F(CommandLine, ATokenizerJsonGoesWithTheWeights) {
+  fs::create_directories(path("model"));
+  fs::copy_file(LOCKSTEP_SOURCE_DIR "/tests/fuzz/seeds/tokenizer/deepseek.json", path("model/tokenizer.json"));  // bytes, "ab", "<e>"
+  std::ofstream(path("model/tokenizer_config.json")) << R"({"bos_token":"<e>","eos_token":"<e>"})";
+  std::ifstream in(LOCKSTEP_SOURCE_DIR "/configs/demo.config.json");
+  std::string config{std::istreambuf_iterator<char>(in), {}};
+  for (const auto& [from, to] : {std::pair<std::string, std::string>{"\"vocab_size\": 35", "\"vocab_size\": 258"},
+                                 {"\"bos_token_id\": 0", "\"bos_token_id\": 257"},
+                                 {"\"eos_token_id\": 1", "\"eos_token_id\": 257"}})
+    config.replace(config.find(from), from.size(), to);
+  std::ofstream(path("model/config.json")) << config;
+  std::ofstream(path("rows")) << R"({"prompt":"2+2?","label":"4","completion":"four"})" << "\n";
+  std::ofstream(path("run.toml")) << "[run]\nsteps = 1\nthreads = 1\n[model]\nconfig = \"model\"\n[task]\ntrain_file = \"rows\"\neval_file = \"rows\"\n"
+                                     "max_prompt_tokens = 8\n[sft]\nfile = \"rows\"\nsteps = 1\n[rollout]\nprompts_per_step = 1\n"
+                                     "samples_per_prompt = 2\nmax_new_tokens = 4\n[eval]\nsamples = 1\nmax_new_tokens = 4\n";
+  expect(lockstep("sft run.toml --set run.dir=sft --set model.init=random"), 0, "checkpoint sft/checkpoints/step_000001");
+  expect(lockstep("train run.toml --set run.dir=run --set model.init=sft"), 0, "largest gap 0");
+  expect(lockstep("eval --checkpoint run --data rows"), 0, "1 problems x");
+  expect(lockstep("generate run ab --set eval.max_new_tokens=2"), 0, "");
+  expect(lockstep("export run out"), 0, "out: ");
+  EXPECT_EQ(std::system(fmt::format("cmp '{}' '{}'", path("out/tokenizer.json"), path("model/tokenizer.json")).c_str()), 0);
+  expect(lockstep("train run.toml --set run.dir=other --set model.init=sft --set model.tokenizer=bytes"), 2, "the tokenizer has 259 ids, the model's vocab_size is 258");
 }
 
 }  // namespace

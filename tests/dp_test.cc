@@ -194,6 +194,20 @@ TEST_F(DataParallel, GradientsAndLossesInEveryModeAreThoseOfOneRank) {
   }
 }
 
+// A command need not answer the same twice, so ranks that each asked their own would train on different rewards: only rank 0 asks.
+TEST_F(DataParallel, ACommandJudgesOnceForAllRanks) {
+  LoopConfig config = loop_config("judged", 3);
+  config.run.eval_every = 2;
+  config.task.reward.grader = GraderKind::command;
+  config.task.reward.command = fmt::format("echo started >> {}; ", path("started")) +
+      "while IFS= read -r line; do id=${line#*:}; id=${id%%,*}; echo \"{\\\"id\\\":$id,\\\"score\\\":$(((id + 1) * $$ % 11))}\"; done";
+  config.task.reward.workers = 1;
+  EXPECT_EQ(run(config, false, world).last_step, 3);
+  world->all().barrier("judged");
+  // One program for training, one for each evaluation, before the first step and after the second.
+  EXPECT_EQ(contents(path("started")), "started\nstarted\nstarted\n");
+}
+
 TEST_F(DataParallel, AnErrorOfOneRankIsAnErrorOfAll) {
   LoopConfig config = loop_config("run", 1);
   const int last = world->size() - 1;

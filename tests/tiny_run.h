@@ -69,7 +69,7 @@ inline LoopConfig tiny_loop_config(const std::filesystem::path& root, const std:
            .save_rollouts = true};
   c.model = {.config = path("config.json"), .init = "random", .tokenizer = path(""), .numerics = Numerics::bf16};
   c.task = {
-      .train_file = path("train.jsonl"), .eval_file = path("eval.jsonl"), .reward = RewardKind::math, .max_prompt_tokens = 16};
+      .train_file = path("train.jsonl"), .eval_file = path("eval.jsonl"), .reward = {.grader = GraderKind::math}, .max_prompt_tokens = 16};
   c.rollout.prompts_per_step = 2;
   c.rollout.samples_per_prompt = 4;
   c.rollout.max_new_tokens = 6;
