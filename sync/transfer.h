@@ -46,6 +46,9 @@ class Transfer {
   // All ranks. An error (a number that is not finite, a damaged transfer, ranks at different versions) leaves `to` serving what it served.
   Result<SyncReceipt> update(Context& c);
 
+  // The next update copies every tensor: the masters were replaced.
+  void forget() { complete_ = false; }
+
   // Of the next update: what this rank's counters will show under "weights" and "weights check".
   CommBytes bytes() const;
   CommBytes check_bytes() const;

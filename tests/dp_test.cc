@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "io/json.h"
+#include "rl/layouts.h"
 #include "rl/peers.h"
 #include "tests/tiny_run.h"
 
@@ -135,9 +136,12 @@ TEST_F(DataParallel, GradientsAndLossesInEveryModeAreThoseOfOneRank) {
   use.optimizer.freeze_router = false;
   use.actor.max_tokens_per_microbatch = 40;
   Result<std::unique_ptr<Policy>> alone = Policy::make(options, use);
-  use.ranks = &world->all();
+  const ModelConfig config = find_model_config(options).value();
+  RunGroups groups = make_run_groups(*world, resolve_layouts({}, config, 32, world->size()).value(), config, options.numerics);
+  use.ranks = &groups;
   Result<std::unique_ptr<Policy>> together = Policy::make(options, use);
   ASSERT_TRUE(alone.is_ok() && together.is_ok());
+  ASSERT_TRUE(alone.value()->publish().is_ok() && together.value()->publish().is_ok());
 
   std::vector<TrainSample> samples;
   for (int i = 0; i < 11; ++i) {
