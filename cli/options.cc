@@ -591,9 +591,6 @@ Status check_config(const ResolvedConfig& config) {
     return setting_error(config, "model.config",
                          "random weights need a config.json, or name a checkpoint directory in model.init");
   }
-  for (const auto& [name, ranks] : {std::pair{"parallel.rollout_tp", c.parallel.rollout_tp}, {"parallel.rollout_ep", c.parallel.rollout_ep}}) {
-    if (ranks > 1) return setting_error(config, name, "not yet: only parallel.dp may be above 1");
-  }
   for (const auto& [name, temperature] : {std::pair{"rollout.temperature", c.rollout.temperature}, {"eval.temperature", c.eval.temperature}}) {
     if (temperature > 0 && temperature < kMinTemperature)
       return setting_error(config, name, fmt::format("logits divided by it overflow; use 0 for greedy, or at least {}", kMinTemperature));
