@@ -7,6 +7,7 @@
 #include "io/file.h"
 #include "io/run_dir.h"
 #include "io/utf8.h"
+#include "parallel/collective.h"
 
 namespace lockstep {
 
@@ -45,6 +46,20 @@ int Console::fail(const Status& status) {
   return speaks_ ? lockstep::fail(code, status) : code;
 }
 
+int run_alone(const char* name, const std::function<int()>& command) {
+  Result<std::unique_ptr<RankWorld>> started = RankWorld::start();
+  if (!started) return fail(kExitBadInput, started.status());
+  RankWorld& world = *started.value();
+  int code = kExitBadInput;
+  if (world.size() == 1) {
+    code = command();
+  } else if (world.rank() == 0) {
+    fail(code, errorf("`lockstep {}` is for one process and {} were started; leave out mpirun or srun (train and eval work on many)", name, world.size()));
+  }
+  world.finish();
+  return code;
+}
+
 LoopConfig make_loop_config(const RunConfig& c) {
   return {.run = c.run,
           .model = c.model,
@@ -53,6 +68,7 @@ LoopConfig make_loop_config(const RunConfig& c) {
           .train = c.train,
           .optimizer = c.optimizer,
           .eval = c.eval,
+          .parallel = c.parallel,
           .resolved = config_toml(c)};
 }
 

@@ -2,6 +2,7 @@
 // What commands share at the terminal: progress and log lines for long work, error lines with exit codes, settings to the parts'
 // own configs.
 
+#include <functional>
 #include <string>
 
 #include "cli/commands.h"
@@ -28,6 +29,9 @@ class Console {
   bool speaks_;
   bool started_ = false;
 };
+
+// Runs a command that is for one process. Started as several ranks, all of them refuse: each would do the same work over the others' files.
+int run_alone(const char* name, const std::function<int()>& command);
 
 LoopConfig make_loop_config(const RunConfig& config);
 SftConfig make_sft_config(const RunConfig& config);

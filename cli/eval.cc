@@ -1,9 +1,11 @@
-// lockstep eval: pass@k of a checkpoint on a file of problems.
+// lockstep eval: pass@k of a checkpoint on a file of problems, in one process or in all ranks that mpirun or srun started, whose engines share the problems.
 
 #include <cstdio>
 #include <filesystem>
+#include <optional>
 
 #include "cli/console.h"
+#include "parallel/collective.h"
 #include "io/file.h"
 #include "io/json.h"
 
@@ -49,31 +51,46 @@ Result<ResolvedConfig> eval_config(const EvalArgs& args) {
   return config;
 }
 
-}  // namespace
+// Only the sampler's layout counts here; the trainer's belongs to the run that wrote the checkpoint.
+ParallelOptions sampler_only(const ParallelOptions& p) { return {.rollout_tp = p.rollout_tp, .rollout_ep = p.rollout_ep}; }
 
-int eval_command(const EvalArgs& args) {
-  Result<ResolvedConfig> config = eval_config(args);
-  if (!config) return fail(kExitBadInput, config.status());
+int run_on(RankWorld& world, const Result<ResolvedConfig>& config, const EvalArgs& args) {
+  const bool speaks = world.rank() == 0;
+  Peers peers(&world);
+  if (const Status s = peers.agree(config.status(), "settings"); !s) return speaks ? fail(kExitBadInput, s) : kExitBadInput;
   const RunConfig& c = config.value().values;
 
-  Console console;
+  Console console(speaks);
+  if (const Status s = peers.same(checksum(config_toml(c)), "settings"); !s) return console.fail(s);
   PolicyUse use{.seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads)};
   use.engine.max_running = c.rollout.max_running;
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
   use.engine.max_context = c.task.max_prompt_tokens + c.eval.max_new_tokens;
+  const Result<ModelConfig> model = find_model_config(c.model);
+  Result<Layouts> layouts = model ? resolve_layouts(sampler_only(c.parallel), model.value(), use.engine.max_context, world.size()) : model.status();
+  if (const Status s = peers.agree(layouts.status(), "layouts"); !s) return console.fail(s);
+  std::optional<RunGroups> groups;
+  if (!peers.alone()) {
+    groups.emplace(make_run_groups(world, layouts.value(), model.value(), c.model.numerics));
+    use.ranks = &*groups;
+    use.threads = peers.threads(c.run.threads);
+    peers = Peers(&world, &groups->rollout);
+  }
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
-  if (!policy) return console.fail(policy.status());
+  if (const Status s = peers.agree(policy.status(), "weights"); !s) return console.fail(s);
   TaskCounts counts;
   Result<std::vector<Prompt>> problems = load_prompts(c.task.eval_file, policy.value()->tokenizer(), c.task, &counts);
-  if (!problems) return console.fail(problems.status());
+  if (const Status s = peers.agree(problems.status(), "problems"); !s) return console.fail(s);
+  if (const Status s = peers.same(checksum(fingerprint(problems.value())), "problems"); !s) return console.fail(s);
   console.hooks().say(fmt::format("{}: {}", c.task.eval_file, counts.str()));
   console.hooks().begin();
 
   std::string records;
   Result<EvalReport> report =
-      evaluate(*policy.value(), problems.value(), c.task.reward, c.eval, console.hooks(), "eval", &records);
+      evaluate(*policy.value(), problems.value(), c.task.reward, c.eval, console.hooks(), "eval", &records, peers);
   if (!report) return console.fail(report.status());
   console.progress().clear();
+  if (!speaks) return kExitOk;
   if (!args.records.empty()) {
     if (const Status s = atomic_write(args.records, records); !s) return console.fail(s);
   }
@@ -93,6 +110,20 @@ int eval_command(const EvalArgs& args) {
                 c.eval.top_p, report.value().str().c_str());
   }
   return kExitOk;
+}
+
+}  // namespace
+
+int eval_command(const EvalArgs& args) {
+  const Result<ResolvedConfig> config = eval_config(args);
+  WatchdogOptions watchdog;
+  if (config) watchdog.deadline_s = config.value().values.parallel.deadline_s;
+  Result<std::unique_ptr<RankWorld>> started = RankWorld::start(watchdog);
+  if (!started) return fail(kExitBadInput, started.status());
+  RankWorld& world = *started.value();
+  const int code = run_on(world, config, args);
+  world.finish();
+  return code;
 }
 
 }  // namespace lockstep

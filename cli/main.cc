@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <new>
 #include <string>
 #include <string_view>
@@ -16,6 +17,7 @@
 #include <fmt/core.h>
 
 #include "cli/commands.h"
+#include "cli/console.h"
 #include "cli/names.h"
 #include "rl/arithmetic.h"
 #include "rl/grader/grader.h"
@@ -72,7 +74,7 @@ int run(int argc, char** argv) {
   app.footer("Exit codes: 0 done, 1 the work failed, 2 wrong usage, settings or files, 75 ranks stalled: start again with --resume.");
   int exit_code = kExitOk;
 
-  const auto add_run = [&](const char* name, const char* help, RunArgs& args, int (*command)(const RunArgs&)) {
+  const auto add_run = [&](const char* name, const char* help, RunArgs& args, std::function<int(const RunArgs&)> command) {
     CLI::App* c = app.add_subcommand(name, help);
     c->add_option("RUN.toml", args.config, "Describes the run; `lockstep settings` lists what it may say")->required();
     c->add_option("--set", args.overrides, "Override one setting, as section.key=value; may be repeated")
@@ -83,9 +85,10 @@ int run(int argc, char** argv) {
   RunArgs train, sft, demo;
   add_run("train", "Reinforcement learning: sample, judge, train, repeat", train, train_command)
       ->add_flag("--resume", train.resume, "Continue from the newest checkpoint of run.dir");
-  add_run("sft", "Supervised training on prompts with completions", sft, sft_command)
+  add_run("sft", "Supervised training on prompts with completions", sft, [](const RunArgs& a) { return run_alone("sft", [&] { return sft_command(a); }); })
       ->add_flag("--resume", sft.resume, "Continue from the newest checkpoint of run.dir");
-  add_run("demo", "Teach a tiny model arithmetic, from random weights to before and after numbers", demo, demo_command);
+  add_run("demo", "Teach a tiny model arithmetic, from random weights to before and after numbers", demo,
+          [](const RunArgs& a) { return run_alone("demo", [&] { return demo_command(a); }); });
 
   EvalArgs eval;
   CLI::App* e = app.add_subcommand("eval", "pass@k of a checkpoint on a file of problems");
@@ -116,7 +119,7 @@ int run(int argc, char** argv) {
   g->add_option("--samples", generate.samples, "How many answers")->check(CLI::Range(1, 65536))->capture_default_str();
   g->add_option("--set", generate.overrides, "Override one setting, such as eval.temperature=0")->allow_extra_args(false);
   g->add_flag("--json", generate.json, "Print one JSON object an answer, with ids and log-prob");
-  g->callback([&] { exit_code = generate_command(generate); });
+  g->callback([&] { exit_code = run_alone("generate", [&] { return generate_command(generate); }); });
 
   MakeTaskArgs make_task;
   const CLI::Range problem_count(int64_t{1}, kMaxArithmeticItems);
@@ -140,7 +143,7 @@ int run(int argc, char** argv) {
   m->add_option("--unboxed-share", make_task.unboxed_share, "Share of the worked examples that stop before the boxed answer")->check(CLI::Range(0.0, 1.0));
   m->add_option("--families", make_task.families,
                 "Kinds of problems, separated by commas: add subtract multiply remainder gcd linear max mixed (all)");
-  m->callback([&] { exit_code = make_task_command(make_task); });
+  m->callback([&] { exit_code = run_alone("make-task", [&] { return make_task_command(make_task); }); });
 
   std::string inspected;
   CLI::App* i = app.add_subcommand("inspect", "What a safetensors file, checkpoint directory or config.json holds");
@@ -151,7 +154,7 @@ int run(int argc, char** argv) {
   CLI::App* x = app.add_subcommand("export", "Write a checkpoint's weights in released names, for other programs");
   x->add_option("CHECKPOINT", exported.checkpoint, "Checkpoint or run directory")->required();
   x->add_option("DIR", exported.directory, "Where config.json, model.safetensors and the tokenizer go")->required();
-  x->callback([&] { exit_code = export_command(exported); });
+  x->callback([&] { exit_code = run_alone("export", [&] { return export_command(exported); }); });
 
   TokenizeArgs tokenize;
   CLI::App* t = app.add_subcommand("tokenize", "JSON lines with \"text\" to lines with \"ids\", standard input to standard output");

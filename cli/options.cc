@@ -81,14 +81,21 @@ const std::vector<Setting>& rows() {
       {"run.save_rollouts", +FIELD(run.save_rollouts), "", "true", 0, 0,
        "Write every sample of every step, with tokens and log-probs, into the run directory."},
 
-      {"parallel.tp", +FIELD(parallel.tp), "ranks", "1", 1, kMaxRanks, "Ranks that share each layer's heads. Only 1 is built yet."},
-      {"parallel.pp", +FIELD(parallel.pp), "ranks", "1", 1, kMaxRanks,
-       "Stages, each with layers of its own. Only 1 is built yet."},
+      {"parallel.tp", +FIELD(parallel.tp), "ranks", "1", 1, kMaxRanks,
+       "Trainer: ranks that share each layer's heads and the vocabulary. Divides the model's o_groups."},
+      {"parallel.pp", +FIELD(parallel.pp), "ranks", "1", 1, kMaxRanks, "Trainer: stages, each with layers of its own."},
       {"parallel.ep", +FIELD(parallel.ep), "ranks", "1", 1, kMaxRanks,
-       "Ranks among which experts are spread. Only 1 is built yet."},
+       "Trainer: ranks among which the experts of a stage are spread. Divides dp."},
       {"parallel.dp", +FIELD(parallel.dp), "ranks", "0", 0, kMaxRanks,
-       "Ranks with all weights, which share the samples of a step; 0 means as many as mpirun or srun started. `lockstep train` "
-       "alone uses more than one."},
+       "Trainer: ranks with the same dense weights, which share the samples of a step. tp x pp x dp is the number of ranks that mpirun or "
+       "srun started; 0 means what that leaves."},
+      {"parallel.stages", +FIELD(parallel.stages), "layers", "", 0, 0,
+       "Trainer: layers of each stage, separated by commas (12,11,11,9); empty balances the stages by operations."},
+      {"parallel.rollout_tp", +FIELD(parallel.rollout_tp), "ranks", "0", 0, kMaxRanks,
+       "Sampler: ranks that are one engine; 0 means 1. Every engine samples its share of a step."},
+      {"parallel.rollout_ep", +FIELD(parallel.rollout_ep), "ranks", "0", 0, kMaxRanks,
+       "Sampler: engines among which experts are spread; 0 means parallel.ep, in eval 1. Where the two layouts differ, weights are copied after each "
+       "step."},
       {"parallel.deadline_s", +FIELD(parallel.deadline_s), "seconds", "600.0", 1, 1e6,
        "Longest wait of one rank for another before the job ends as stalled. It covers how much one rank's share can take longer "
        "than another's, and the writing of a checkpoint."},

@@ -16,6 +16,7 @@
 #include "core/status.h"
 #include "rl/arithmetic.h"
 #include "rl/evaluate.h"
+#include "rl/layouts.h"
 #include "rl/loop.h"
 #include "rl/policy.h"
 #include "rl/sft.h"
@@ -30,13 +31,6 @@ struct DemoOptions {
   int64_t difficulty_min = 1, difficulty_max = 1;
   std::string families;
   float unboxed_share = 0;
-};
-
-// How the ranks that a launcher starts are used.
-struct ParallelOptions {
-  int64_t tp = 1, pp = 1, ep = 1;
-  int64_t dp = 0;  // 0: as many as were started
-  float deadline_s = 600;
 };
 
 struct RunConfig {

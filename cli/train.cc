@@ -17,19 +17,9 @@ Result<ResolvedConfig> read_settings(const RunArgs& args) {
   return config;
 }
 
-Status check_layout(const ParallelOptions& p, int ranks) {
-  const Layout wanted{.tp = static_cast<int>(p.tp),
-                      .pp = static_cast<int>(p.pp),
-                      .ep = static_cast<int>(p.ep),
-                      .dp = static_cast<int>(p.dp)};
-  return resolve_layout(wanted, {.ranks = ranks}).status();
-}
-
 int run_on(RankWorld& world, const Result<ResolvedConfig>& config, bool resume) {
   const bool speaks = world.rank() == 0;
-  Status accepted = config.status();
-  if (accepted) accepted = check_layout(config.value().values.parallel, world.size());
-  if (const Status s = world.all().agree(accepted, "settings"); !s) return speaks ? fail(kExitBadInput, s) : kExitBadInput;
+  if (const Status s = world.all().agree(config.status(), "settings"); !s) return speaks ? fail(kExitBadInput, s) : kExitBadInput;
   const RunConfig& values = config.value().values;
   constexpr std::string_view kSections[] = {"run", "parallel", "model", "task", "rollout", "train", "optimizer", "eval"};
   if (speaks) std::fputs(config_table(values, kSections).c_str(), stderr);

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "core/formats.h"
-#include "ops/logprob/logprob.h"
+#include "model/head.h"
 
 namespace lockstep {
 
@@ -89,7 +89,7 @@ Trace trace_sequence(Context& c, const Model& model, std::span<const int32_t> to
     std::memcpy(target.data, tokens.data() + first + 1, static_cast<size_t>(count) * sizeof(int32_t));
     std::fill_n(temperatures.ptr<float>(), count, temperature);
     const TensorView logprob(trace.logprobs.data() + first, DType::f32, {count});
-    select_logprob(c, logprob, {}, {}, hidden, model.weights->tensors().head, target, temperatures);
+    head_logprob(c, probed, logprob, {}, {}, hidden, target, temperatures);
   }
   return trace;
 }

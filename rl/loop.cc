@@ -7,8 +7,8 @@
 //   checkpoint          └──────────────── weights, version v + 1, swapped whole ────────────┘
 //
 // There are no queues: P * n trajectories are made, then all are trained on, so every token is of the version that is trained
-// (lag 0) and nothing waits for anything but the stage before it. Sampler and trainer read the same weights; the step checks that
-// they also computed the same log-probs, bit for bit, for every token that is trained.
+// (lag 0) and nothing waits for anything but the stage before it. Sampler and trainer read the same weights, or where their layouts
+// differ copies of the same version, which are taken at the end of the step; the step checks that they also computed the same log-probs, bit for bit, for every token that is trained.
 //
 // Many ranks: rollout and actor each share their work and hand everything to everyone, so that the stages between see whole
 // steps on every rank, and what they compute is the same everywhere. Only rank 0 writes.
@@ -83,6 +83,7 @@ class Loop {
   LoopReport take_report() { return std::move(report_); }
 
  private:
+  Status make_layouts();
   Status load_inputs(int threads);
   Status open_directory(bool resume);
 
@@ -95,6 +96,9 @@ class Loop {
   Status compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen);
   Status evaluate_now();
   Status save();
+  // What a weight update came to, and its line in sync.jsonl.
+  Status record_sync(const Result<std::optional<SyncReceipt>>& receipt);
+  int64_t max_context() const;
 
   std::string label(const char* stage) const { return fmt::format("step {}/{} {}", state_.step + 1, config_.run.steps, stage); }
   void write_timing(const JsonLine& line) { timing_ << line.str() << '\n' << std::flush; }
@@ -103,13 +107,14 @@ class Loop {
   Status write(Purpose p, Write write) {
     return peers_.agree(peers_.first() ? write() : Status::ok(), p);
   }
-  Status same_weights() { return peers_.same(peers_.alone() ? 0 : checksum(policy_->actor().masters()), "weights"); }
+  Status same_weights() { return peers_.alone() ? Status::ok() : peers_.same(policy_->trainer_checksum(), "weights", groups_->trainer_twin()); }
   // Seconds that each rank waited for others since the last call, transfers included.
   std::vector<float> take_waits();
 
   const LoopConfig& config_;
   const Hooks& hooks_;
-  const Peers peers_;
+  Peers peers_;
+  std::optional<RunGroups> groups_;  // none: alone
   std::unique_ptr<Policy> policy_;
   std::unique_ptr<ReferencePolicy> reference_;  // only with a KL term
   std::unique_ptr<Task> task_;
@@ -117,7 +122,7 @@ class Loop {
   std::vector<Prompt> eval_problems_;
   std::string eval_name_;
   std::unique_ptr<RunDir> dir_;  // of rank 0
-  std::ofstream timing_;         // likewise
+  std::ofstream timing_, sync_;  // likewise
   RunState state_;
   LoopReport report_;
   int64_t equal_steps_ = 0;      // in a row, up to now, in which all rewards were equal
@@ -126,14 +131,41 @@ class Loop {
 
 Status Loop::open(bool resume) {
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(config_.resolved), "settings"));
+  LOCKSTEP_RETURN_IF_ERROR(make_layouts());
   LOCKSTEP_RETURN_IF_ERROR(peers_.agree(load_inputs(peers_.threads(config_.run.threads)), "inputs"));
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(state_.rows), "data rows"));
   LOCKSTEP_RETURN_IF_ERROR(open_directory(resume));
+  if (reference_) reference_->publish();
+  LOCKSTEP_RETURN_IF_ERROR(record_sync(policy_->publish()));
   LOCKSTEP_RETURN_IF_ERROR(same_weights());
   task_->restore(state_.cursor);
   report_.first_step = report_.last_step = state_.step;
   hooks_.say(fmt::format("{}{} threads, {} numerics; {}", peers_.alone() ? "" : fmt::format("{} ranks of ", peers_.size()),
                          policy_->context().num_threads(), numerics_name(config_.model.numerics), policy_->memory_report()));
+  return Status::ok();
+}
+
+int64_t Loop::max_context() const {
+  const LoopConfig& c = config_;
+  return c.task.max_prompt_tokens + std::max(c.rollout.max_new_tokens, c.run.eval_every > 0 ? c.eval.max_new_tokens : 0);
+}
+
+Status Loop::make_layouts() {
+  Layouts layouts;
+  const Result<ModelConfig> config = find_model_config(config_.model);
+  const auto resolve = [&] {
+    if (!config) return config.status();
+    Result<Layouts> resolved = resolve_layouts(config_.parallel, config.value(), max_context(), peers_.size());
+    if (!resolved) return resolved.status();
+    layouts = resolved.take();
+    if (!peers_.alone()) hooks_.say(fmt::format("trainer: {}; sampler: {}", layouts.train.str(), layouts.rollout.str()));
+    return Status::ok();
+  };
+  LOCKSTEP_RETURN_IF_ERROR(peers_.agree(resolve(), "layouts"));
+  LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(model_config_json(config.value())), "model configs"));
+  if (peers_.alone()) return Status::ok();
+  groups_.emplace(make_run_groups(*peers_.world(), layouts, config.value(), config_.model.numerics));
+  peers_ = Peers(peers_.world(), &groups_->rollout);
   return Status::ok();
 }
 
@@ -143,11 +175,11 @@ Status Loop::load_inputs(int threads) {
   const bool evaluates = c.run.eval_every > 0;
   use.engine.max_running = c.rollout.max_running;
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
-  use.engine.max_context = c.task.max_prompt_tokens + std::max(c.rollout.max_new_tokens, evaluates ? c.eval.max_new_tokens : 0);
+  use.engine.max_context = max_context();
   use.optimizer = c.optimizer;
   if (use.optimizer.total_steps == 0) use.optimizer.total_steps = c.run.steps * c.train.steps_per_rollout;
   use.actor = {.max_tokens_per_microbatch = c.train.microbatch_tokens, .recompute = c.train.recompute};
-  use.ranks = peers_.group();
+  use.ranks = groups_ ? &*groups_ : nullptr;
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (!policy) return policy.status();
   policy_ = policy.take();
@@ -439,6 +471,29 @@ Status Loop::evaluate_now() {
   return Status::ok();
 }
 
+Status Loop::record_sync(const Result<std::optional<SyncReceipt>>& receipt) {
+  if (!receipt) return receipt.status();
+  if (!receipt.value()) return Status::ok();
+  return write("sync record", [&] {
+    const std::string path = dir_->path() + "/sync.jsonl";
+    if (!sync_.is_open()) sync_.open(path, std::ios::app);
+    const SyncReceipt& r = *receipt.value();
+    sync_ << JsonLine()
+                 .add("step", state_.step)
+                 .add("version", r.version)
+                 .add("copies", r.copies)
+                 .add("rounds", r.rounds)
+                 .add("moved_bytes", r.moved_bytes)
+                 .add("local_bytes", r.local_bytes)
+                 .add("seconds", r.seconds)
+                 .add("checksum", fmt::format("{:016x}", r.checksum))
+                 .str()
+          << '\n'
+          << std::flush;
+    return sync_ ? Status::ok() : errno_status("cannot append to", path, errno);
+  });
+}
+
 Status Loop::save() {
   const Stopwatch watch;
   LOCKSTEP_RETURN_IF_ERROR(write("checkpoint", [&] {
@@ -487,6 +542,8 @@ Status Loop::run() {
     const double train_s = watch.lap();
 
     ++state_.step;
+    if (const Status s = record_sync(policy_->sync()); !s) return errorf("step {}: {}", state_.step, s.message());
+    const double sync_s = watch.lap();
     state_.cursor = task_->cursor();
     report_.last_step = state_.step;
     report_.rollout_seconds += rollout_s;
@@ -509,6 +566,7 @@ Status Loop::run() {
         .add("perf/actor_train_time", train_s - logprob_seconds_)
         .add("perf/actor_forward_time", actor.forward_seconds() - forward_before)
         .add("perf/actor_backward_time", actor.backward_seconds() - backward_before)
+        .add("perf/sync_time", sync_s)
         .add("perf/optimizer_time", actor.optimizer_seconds() - optimizer_before)
         .add("perf/rollout_tok_per_s", rollout_rate)
         .add("perf/actor_train_tok_per_s", train_rate);

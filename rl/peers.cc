@@ -36,19 +36,41 @@ const int32_t* read_words(const int32_t* at, Completion* c) {
   return at + n;
 }
 
+// The samples that `engine` runs, as requests.
+std::vector<Request> samples_of(std::span<const Request> requests, int engines, int engine) {
+  int64_t total = 0, first = 0;
+  for (const Request& r : requests) total += r.num_samples;
+  const Range own = part_of(total, engines, engine);
+  std::vector<Request> share;
+  for (const Request& r : requests) {
+    const int64_t begin = std::max(own.begin, first), end = std::min(own.end, first + r.num_samples);
+    if (begin < end) {
+      share.push_back(r);
+      share.back().first_sample = r.first_sample + static_cast<int32_t>(begin - first);
+      share.back().num_samples = static_cast<int32_t>(end - begin);
+    }
+    first += r.num_samples;
+  }
+  return share;
+}
+
 }  // namespace
 
 Status Peers::agree(const Status& mine, Purpose p) const { return alone() ? mine : world_->all().agree(mine, p); }
 
-Status Peers::same(uint64_t value, const char* what) const {
+Status Peers::same(uint64_t value, const char* what, int64_t kind) const {
   if (alone()) return Status::ok();
-  std::vector<int64_t> all(static_cast<size_t>(size()));
-  const auto mine = std::bit_cast<int64_t>(value);
-  world_->all().all_gather(std::span(all), std::span(&mine, 1), what);
-  const auto other = std::find_if(all.begin(), all.end(), [&](int64_t v) { return v != all.front(); });
-  if (other == all.end()) return Status::ok();
-  return errorf("rank {} has other {} than rank 0 (checksums {:016x} and {:016x})", other - all.begin(), what,
-                std::bit_cast<uint64_t>(*other), std::bit_cast<uint64_t>(all.front()));
+  std::vector<int64_t> all(static_cast<size_t>(2 * size()));
+  const int64_t mine[] = {kind, std::bit_cast<int64_t>(value)};
+  world_->all().all_gather(std::span(all), std::span(mine), what);
+  for (size_t r = 0; r < all.size() / 2; ++r) {
+    size_t first = 0;
+    while (all[2 * first] != all[2 * r]) ++first;
+    if (all[2 * first + 1] == all[2 * r + 1]) continue;
+    return errorf("rank {} has other {} than rank {} (checksums {:016x} and {:016x})", r, what, first, std::bit_cast<uint64_t>(all[2 * r + 1]),
+                  std::bit_cast<uint64_t>(all[2 * first + 1]));
+  }
+  return Status::ok();
 }
 
 int Peers::threads(int64_t asked) const {
@@ -62,14 +84,16 @@ int Peers::threads(int64_t asked) const {
 
 Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
                                            const std::string& label) const {
-  const Range own = part_of(static_cast<int64_t>(requests.size()), size(), rank());
-  const auto share = requests.subspan(static_cast<size_t>(own.begin), static_cast<size_t>(own.size()));
-  Result<std::vector<Completion>> mine = run_requests(engine, share, hooks, label);
-  if (alone()) return mine;
-  LOCKSTEP_RETURN_IF_ERROR(agree(mine.status(), "rollout"));
+  if (alone()) return run_requests(engine, requests, hooks, label);
+  const std::vector<Request> share = samples_of(requests, num_engines(), engine_of(rank()));
+  LOCKSTEP_RETURN_IF_ERROR(agree(submit_requests(engine, share), "rollout"));
+  const std::vector<Completion> mine = finish_requests(engine, share, hooks, label);
 
   std::vector<int32_t> words;
-  for (const Completion& done : mine.value()) append_words(words, done);
+  for (const Completion& done : mine) append_words(words, done);
+  // The ranks of one engine have the same words; the first of them gives them away.
+  LOCKSTEP_RETURN_IF_ERROR(same(XXH64(words.data(), words.size() * sizeof(int32_t), 0), "completions", engine_of(rank())));
+  if (rank() > 0 && engine_of(rank() - 1) == engine_of(rank())) words.clear();
   std::vector<int64_t> counts(static_cast<size_t>(size()));
   const auto count = static_cast<int64_t>(words.size());
   world_->all().all_gather(std::span(counts), std::span(&count, 1), "completions");

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "model/weights.h"
-#include "parallel/collective.h"
+#include "parallel/groups.h"
 #include "rl/grader/judge.h"
 #include "rl/hooks.h"
 #include "rollout/engine.h"
@@ -21,7 +21,9 @@ namespace lockstep {
 class Peers {
  public:
   Peers() = default;  // alone
-  explicit Peers(RankWorld* world) : world_(world != nullptr && world->size() > 1 ? world : nullptr) {}
+  // `rollout`: the sampler's layout; null while there is none, or where every rank has an engine of its own.
+  explicit Peers(RankWorld* world, const Groups* rollout = nullptr)
+      : world_(world != nullptr && world->size() > 1 ? world : nullptr), rollout_(rollout) {}
 
   bool alone() const { return world_ == nullptr; }
   int rank() const { return alone() ? 0 : world_->rank(); }
@@ -31,19 +33,23 @@ class Peers {
   RankGroup* group() const { return alone() ? nullptr : &world_->all(); }  // null: alone
 
   Status agree(const Status& mine, Purpose p) const;
-  // An error that names the first rank whose `value` is not that of rank 0. `what` is a plural, and a literal: "weights".
-  Status same(uint64_t value, const char* what) const;
+  // An error that names the first rank whose `value` is not that of the first rank of its kind. `what` is a plural, and a literal: "weights".
+  Status same(uint64_t value, const char* what, int64_t kind = 0) const;
   // CPU threads for this rank, of `asked`; 0 asks for one a core, of which the ranks of a host get equal parts.
   int threads(int64_t asked) const;
-  // As run_requests, whose completions do not depend on what else an engine does: every rank runs its contiguous part of
-  // `requests`, which are by ascending prompt id, and all get all completions.
+  // As run_requests, whose completions do not depend on what else an engine does: every engine runs its contiguous part of the samples
+  // of `requests`, which are by ascending prompt id, and all ranks get all completions. Parts differ by one sample at most: a request may be
+  // cut between two engines, which both run its prompt.
   Result<std::vector<Completion>> run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
                                       const std::string& label) const;
   // The verdicts on `rows`, which all ranks have. A judge that is not pure is asked by rank 0, so that all see the same.
   Result<std::vector<RewardResult>> grade(Judge& judge, std::span<const GradeRow> rows) const;
 
  private:
+  int num_engines() const { return rollout_ == nullptr ? size() : rollout_->grid.layout().dp; }
+  int engine_of(int rank) const { return rollout_ == nullptr ? rank : rollout_->grid.coordinates(rank).dp; }
   RankWorld* world_ = nullptr;
+  const Groups* rollout_ = nullptr;
 };
 
 uint64_t checksum(const TensorSet& tensors);

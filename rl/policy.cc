@@ -3,8 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 #include <thread>
+
+#include <xxhash.h>
 
 #include "io/file.h"
 #include "model/checkpoint_io.h"
@@ -64,11 +67,16 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
 
 // What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
 // that the system kills later. Activations come on top.
-Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use) {
+Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler) {
   double weights = 0, training = 0, state = 0;
-  for (const TensorSpec& t : tensor_table(m)) {
+  const auto weight_bytes = [&](const TensorSpec& t) {
+    return static_cast<double>(t.shape.elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(numerics))) * (t.has_panels() ? 2 : 1);
+  };
+  if (sampler != nullptr)
+    for (const TensorSpec& t : tensor_table(m, *sampler)) weights += weight_bytes(t);
+  for (const TensorSpec& t : tensor_table(m, held)) {
     const auto elements = static_cast<double>(t.shape.elements());
-    weights += elements * static_cast<double>(dtype_bytes(t.weight_dtype(numerics))) * (t.has_panels() ? 2 : 1);
+    weights += weight_bytes(t);
     training += elements * sizeof(float) * (use.train && is_trained(t, use.optimizer) ? 4 : 1);  // master, gradient, two moments
   }
   if (use.sample) {
@@ -87,6 +95,8 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
                 (weights + training + state) / kGiB, weights / kGiB, use.train ? ", gradients and moments" : "", training / kGiB,
                 use.sample ? use.engine.max_running : 0, state / kGiB, physical / kGiB);
 }
+
+RankGroup* trainers(const PolicyUse& use) { return use.ranks == nullptr ? nullptr : use.ranks->train.all; }
 
 std::string mebibytes(size_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
 
@@ -144,32 +154,76 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
                   use.engine.max_context, config.value().max_positions);
   }
 
-  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), options.numerics, use));
+  // What this rank holds: in training, and where the sampler's layout is another one, for sampling.
+  const RunGroups* const ranks = use.ranks;
+  const bool apart = ranks != nullptr && use.train && use.sample && ranks->trainer != ranks->sampler;
+  const Shard held = ranks == nullptr ? whole_shard(config.value()) : use.train ? ranks->trainer_shard() : ranks->sampler_shard();
+  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), options.numerics, use, held, apart ? &ranks->sampler_shard() : nullptr));
 
   std::unique_ptr<Policy> p(new Policy(num_threads(use.threads)));
   p->config_ = config.take();
   p->tokenizer_ = tokenizer.take();
   p->weights_arena_ = std::make_unique<Arena>("weights", kArenaReserve);
   p->rope_arena_ = std::make_unique<Arena>("rope tables", kArenaReserve);
-  p->weights_ = std::make_unique<Weights>(p->config_, options.numerics, *p->weights_arena_);
+  p->weights_ = std::make_unique<Weights>(p->config_, options.numerics, held, *p->weights_arena_);
   p->model_.weights = p->weights_.get();
+  if (apart) {
+    p->sampler_weights_ = std::make_unique<Weights>(p->config_, options.numerics, ranks->sampler_shard(), *p->weights_arena_);
+    p->model_.weights = p->sampler_weights_.get();
+    p->transfer_ = std::make_unique<Transfer>(*use.ranks->train.all, *p->weights_, *p->sampler_weights_, ranks->trainer, ranks->sampler,
+                                              [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_);
+  }
+  if (ranks != nullptr && use.sample) {
+    if (ranks->rollout.tp.size() > 1) p->model_.tp = &use.ranks->rollout.tp;
+    if (ranks->rollout.ep.size() > 1) p->model_.ep = &use.ranks->rollout.ep;
+  }
   p->model_.rope = make_rope_tables(p->config_, use.engine.max_context, *p->rope_arena_);
   if (use.train) {
-    p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, use.actor, use.ranks);
+    p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, use.actor, trainers(use));
     LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, p->config_, p->weights_->table(), use.seed, p->actor_->masters()));
-    p->actor_->publish();
   } else {
-    // Masters are needed once, to round them.
+    // Whole masters are needed once, to round this rank's part of them.
     Arena masters_arena("masters", kArenaReserve);
-    TensorSet masters = make_tensor_set(p->weights_->table(), masters_arena, [](const TensorSpec&) { return true; });
-    LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, p->config_, p->weights_->table(), use.seed, masters));
-    p->weights_->load(p->context(), masters, 0);
+    const std::vector<TensorSpec> whole = tensor_table(p->config_);
+    TensorSet masters = make_tensor_set(whole, masters_arena, [](const TensorSpec&) { return true; });
+    LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, p->config_, whole, use.seed, masters));
+    const ReadBox read = [&](const TensorSpec& spec, const Box& box, TensorView out) {
+      const TensorView from =
+          matrix_view(masters.views[static_cast<size_t>(spec.id)]).slice(box.rows.begin, box.rows.size()).cols(box.columns.begin, box.columns.size());
+      const size_t bytes = static_cast<size_t>(out.dim(1)) * dtype_bytes(out.dtype);
+      for (int64_t r = 0; r < out.rows(); ++r) std::memcpy(out.slice(r, 1).data, from.slice(r, 1).data, bytes);
+      return Status::ok();
+    };
+    LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), read, 0));
   }
   if (use.sample) {
     p->state_arena_ = std::make_unique<Arena>("sequence state", kArenaReserve);
     p->engine_ = std::make_unique<Engine>(p->context(), p->model_, use.engine, *p->state_arena_);
   }
   return p;
+}
+
+Result<std::optional<SyncReceipt>> Policy::publish() {
+  if (actor_) actor_->publish();
+  if (!transfer_) return std::optional<SyncReceipt>();
+  transfer_->forget();
+  Result<SyncReceipt> receipt = transfer_->update(context());
+  if (!receipt) return receipt.status();
+  return std::optional(receipt.take());
+}
+
+Result<std::optional<SyncReceipt>> Policy::sync() {
+  if (!transfer_ || weights_->version() == sampler_weights_->version()) return std::optional<SyncReceipt>();
+  Result<SyncReceipt> receipt = transfer_->update(context());
+  if (!receipt) return receipt.status();
+  return std::optional(receipt.take());
+}
+
+uint64_t Policy::trainer_checksum() const {
+  uint64_t sum = 0;
+  for (const TensorSpec& t : weights_->table())
+    if (t.held()) sum = XXH64(weights_->view(t.id).rows.data, weights_->view(t.id).rows.bytes(), sum);
+  return sum;
 }
 
 std::string Policy::memory_report() {
@@ -197,10 +251,10 @@ Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, c
                                                                const PolicyUse& use) {
   std::unique_ptr<ReferencePolicy> r(new ReferencePolicy);
   r->arena_ = std::make_unique<Arena>("reference weights", kArenaReserve);
-  r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, *r->arena_);
-  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, use.actor, use.ranks);
+  const Shard held = use.ranks == nullptr ? whole_shard(policy.config()) : use.ranks->trainer_shard();
+  r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, held, *r->arena_);
+  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, use.actor, trainers(use));
   LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, policy.config(), r->weights_->table(), use.seed, r->actor_->masters()));
-  r->actor_->publish();
   return r;
 }
 

@@ -1,9 +1,13 @@
 #pragma once
 // One policy in one process: the model's config, tokenizer, weights and memory, and the two users of the weights, engine and
 // actor. Owns them all; everything else in this room borrows. One thread at a time.
+//
+// Of many ranks each has its shards in both layouts. Where these are the same on every rank, engine and actor read the same weights; otherwise
+// the engine has its own, which publish() and sync() bring to the actor's version (sync/transfer.h).
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -12,7 +16,9 @@
 #include "io/tokenizer.h"
 #include "model/config.h"
 #include "model/stack.h"
+#include "rl/layouts.h"
 #include "rollout/engine.h"
+#include "sync/transfer.h"
 #include "train/actor.h"
 
 namespace lockstep {
@@ -33,27 +39,34 @@ struct PolicyUse {
   bool train = false;         // make an actor
   OptimizerConfig optimizer = {};
   ActorOptions actor = {};
-  RankGroup* ranks = nullptr;  // that train together; null: alone
+  RunGroups* ranks = nullptr;  // that work together, and outlive the policy; null: alone
 };
 
 class Policy {
  public:
-  // Reads config and tokenizer, reserves memory, loads or draws the weights. Version 0.
+  // Reads config and tokenizer, reserves memory, loads or draws the weights. Version 0. Nothing is communicated: ranks agree that all succeeded,
+  // and then publish().
   static Result<std::unique_ptr<Policy>> make(const PolicyOptions& options, const PolicyUse& use);
 
   Context& context() { return context_.get(); }
   const ModelConfig& config() const { return config_; }
   const Tokenizer& tokenizer() const { return *tokenizer_; }
-  const Weights& weights() const { return *weights_; }
-  const Model& model() const { return model_; }
+  const Weights& weights() const { return *model_.weights; }  // the sampler's, or without one the actor's
+  const Model& model() const { return model_; }               // of these weights
+  uint64_t trainer_checksum() const;                          // XXH64 of the actor's rounded weights
   Engine& engine() { return *engine_; }  // REQUIRES: use.sample
   Actor& actor() { return *actor_; }     // REQUIRES: use.train
+  // All ranks. publish: masters to the actor's weights and on to the sampler's, after make() or load(). sync: after optimizer steps. Both give the
+  // receipt if anything was transferred; an error leaves the sampler as it was.
+  Result<std::optional<SyncReceipt>> publish();
+  Result<std::optional<SyncReceipt>> sync();
+
   // Bytes that memory has reached, for the start and end lines.
   std::string memory_report();
 
   // Files of a checkpoint directory: masters and optimizer of the actor, config.json, tokenizer. Not atomic: rl/checkpoint.h is.
   Status save(const std::string& directory) const;
-  // Masters and optimizer of the actor; the config must be the same.
+  // Masters and optimizer of the actor; the config must be the same. publish() follows.
   Status load(const std::string& directory);
 
  private:
@@ -63,7 +76,9 @@ class Policy {
   ModelConfig config_;
   std::unique_ptr<Tokenizer> tokenizer_;
   std::unique_ptr<Arena> weights_arena_, rope_arena_, state_arena_;
-  std::unique_ptr<Weights> weights_;
+  std::unique_ptr<Weights> weights_;          // the actor's, or the only ones
+  std::unique_ptr<Weights> sampler_weights_;  // null: the same
+  std::unique_ptr<Transfer> transfer_;
   Model model_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Actor> actor_;
@@ -72,8 +87,9 @@ class Policy {
 // The frozen initial policy of a KL term: weights of their own, on the same context.
 class ReferencePolicy {
  public:
-  // The same weights that Policy::make starts from.
+  // The same weights that Policy::make starts from. publish() before use, on all ranks.
   static Result<std::unique_ptr<ReferencePolicy>> make(Policy& policy, const PolicyOptions& options, const PolicyUse& use);
+  void publish() { actor_->publish(); }
   std::vector<TokenLogprobs> logprobs(std::span<const TrainSample> samples) { return actor_->logprobs(samples); }
 
  private:

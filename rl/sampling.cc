@@ -7,18 +7,21 @@
 
 namespace lockstep {
 
-Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks,
-                                             const std::string& label) {
+Status submit_requests(Engine& engine, std::span<const Request> requests) {
   CHECK(engine.idle(), "the engine still works on earlier requests");
-  int64_t expected = 0;
   for (const Request& r : requests) {
     if (Status status = engine.submit(r); !status) {
       engine.abort_all();
       (void)engine.take_finished();
       return errorf("prompt {}: {}", r.prompt_id, status.message());
     }
-    expected += r.num_samples;
   }
+  return Status::ok();
+}
+
+std::vector<Completion> finish_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label) {
+  int64_t expected = 0;
+  for (const Request& r : requests) expected += r.num_samples;
   std::vector<Completion> done;
   done.reserve(static_cast<size_t>(expected));
   const int64_t tokens_before = engine.stats().decode_tokens;
@@ -33,6 +36,12 @@ Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Req
     return std::tie(a.prompt_id, a.sample_idx) < std::tie(b.prompt_id, b.sample_idx);
   });
   return done;
+}
+
+Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks,
+                                             const std::string& label) {
+  LOCKSTEP_RETURN_IF_ERROR(submit_requests(engine, requests));
+  return finish_requests(engine, requests, hooks, label);
 }
 
 Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, int64_t samples_per_prompt,

@@ -13,6 +13,14 @@
 
 namespace lockstep {
 
+// The same in two steps, for engines that work together: between the two they must agree that all took their requests, since one that gives up
+// alone would leave the others waiting.
+//
+// An error leaves the engine idle.
+Status submit_requests(Engine& engine, std::span<const Request> requests);
+// Runs what was submitted, in all its ep ranks to the end.
+std::vector<Completion> finish_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label);
+
 // Ordered by (prompt id, sample index), whatever the order of finishing was. The engine must be idle before, and is after.
 Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks,
                                              const std::string& label);

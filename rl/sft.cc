@@ -87,6 +87,7 @@ Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hoo
   Result<RunDir> opened = open_run(config.run.dir, resume, config.resolved, policy, state, hooks);
   if (!opened) return opened.status();
   RunDir& dir = opened.value();
+  LOCKSTEP_RETURN_IF_ERROR(policy.publish().status());
   EpochOrder order(state.num_rows, static_cast<uint64_t>(config.run.seed));
   order.restore(state.cursor);
   hooks.say(fmt::format("sft: {} examples, {} steps of {}; {}", examples.size(), o.steps, o.batch_size, policy.memory_report()));

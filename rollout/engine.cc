@@ -68,6 +68,7 @@ struct Engine::Impl {
   bool step();
   void abort_all();
 
+  bool has_peers() const { return model.ep != nullptr && model.ep->size() > 1; }
   static Completion new_completion(const Active& active, int32_t sample) {
     Completion completion;
     completion.prompt_id = active.request.prompt_id;
@@ -163,7 +164,7 @@ TensorView Engine::Impl::run_forward(const Plan& plan) {
   TensorView drawn = c.workspace->tensor(kept_hidden.dtype, {num_draws, config.hidden_size}, "engine.drawn");
   TensorView hidden;
   ArenaScope scope(*c.workspace);
-  if (!rows.empty()) hidden = forward(c, model, builder.build(*c.workspace, rows, WantedRows::last_of_each), state, nullptr);
+  if (!rows.empty() || has_peers()) hidden = forward(c, model, builder.build(*c.workspace, rows, WantedRows::last_of_each), state, nullptr);
 
   // Samples that start on the same prompt draw from equal copies of its row. The kept row is read before it is replaced.
   const size_t row_bytes = kept_hidden.bytes();
@@ -232,7 +233,16 @@ void Engine::Impl::append(int32_t slot, int32_t token, float logprob) {
 }
 
 bool Engine::Impl::step() {
-  if (scheduler.idle()) return false;
+  if (has_peers() && !model.ep->any(!scheduler.idle(), "engine step")) return false;
+  if (scheduler.idle()) {
+    if (!has_peers()) return false;
+    const auto start = std::chrono::steady_clock::now();
+    ArenaScope scope(*c.workspace);
+    forward(c, model, builder.build(*c.workspace, {}, WantedRows::last_of_each), state, nullptr);
+    stats.forward_seconds += seconds_since(start);
+    ++stats.empty_steps;
+    return true;
+  }
   const int64_t version = model.weights->version();
   if (pages.free_slots() == pages.num_slots()) state_version = version;
   CHECK(version == state_version, "weights went from version {} to {} while samples were running", state_version, version);

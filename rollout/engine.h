@@ -9,6 +9,12 @@
 // request fit at once, the prompt's state and its last hidden row are kept until they did. Order: requests first in, first out.
 // After construction a step allocates nothing in the forward path.
 //
+// Ranks. The model's tp ranks are one engine: they are given the same requests, plan the same steps (a plan depends on lengths alone), get
+// the same logits and therefore say the same; whoever gathers takes the words of one. Its ep ranks are engines of their own, each with its
+// own requests, whose experts need each other in every forward: before a step they ask whether any has work (8 bytes to each, beside the
+// exchanges of every layer), and while one has, those without join with an empty batch. So all ep ranks call step() until it is false, in
+// evaluations too, and one with nothing to do has no shorter day than the busiest: balance requests over them.
+//
 // Not thread-safe; one engine belongs to one thread. Weights may be reloaded between steps only when idle() (no state of an older
 // version remains).
 
@@ -29,7 +35,8 @@ struct EngineOptions {
 };
 
 struct EngineStats {
-  int64_t steps = 0;
+  int64_t steps = 0;                 // with work
+  int64_t empty_steps = 0;           // joined for the sake of ep peers
   int64_t prefill_tokens = 0;        // prompt rows run
   int64_t decode_tokens = 0;         // response tokens drawn, each sample's first one (which its prompt's prefill gives) included
   int64_t finished = 0;              // samples, aborted ones included
@@ -46,7 +53,7 @@ class Engine {
   // Errors: empty prompt, token out of vocabulary, prompt + max_new_tokens over max_context, num_samples < 1, bad sampling
   // values.
   Status submit(Request request);
-  // Runs one forward and samples; false when there was nothing to do.
+  // Runs one forward and samples; false when there was nothing to do, here or on any ep peer. All tp and ep ranks together.
   bool step();
   bool idle() const;
   // Finished completions since the last call, in order of finishing.

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "io/json.h"
+#include "rl/layouts.h"
 #include "rl/peers.h"
 #include "tests/tiny_run.h"
 
@@ -135,9 +136,12 @@ TEST_F(DataParallel, GradientsAndLossesInEveryModeAreThoseOfOneRank) {
   use.optimizer.freeze_router = false;
   use.actor.max_tokens_per_microbatch = 40;
   Result<std::unique_ptr<Policy>> alone = Policy::make(options, use);
-  use.ranks = &world->all();
+  const ModelConfig config = find_model_config(options).value();
+  RunGroups groups = make_run_groups(*world, resolve_layouts({}, config, 32, world->size()).value(), config, options.numerics);
+  use.ranks = &groups;
   Result<std::unique_ptr<Policy>> together = Policy::make(options, use);
   ASSERT_TRUE(alone.is_ok() && together.is_ok());
+  ASSERT_TRUE(alone.value()->publish().is_ok() && together.value()->publish().is_ok());
 
   std::vector<TrainSample> samples;
   for (int i = 0; i < 11; ++i) {
@@ -206,6 +210,43 @@ TEST_F(DataParallel, ACommandJudgesOnceForAllRanks) {
   world->all().barrier("judged");
   // One program for training, one for each evaluation, before the first step and after the second.
   EXPECT_EQ(contents(path("started")), "started\nstarted\nstarted\n");
+}
+
+// The sampler under every layout of the ranks, the trainer under one: the run's files have the same bytes, and the two sides' log-probs the
+// same bits, though the sampler's weights are copies.
+TEST_F(DataParallel, TheSamplersLayoutChangesNothing) {
+  LoopConfig config = loop_config("shared", 3);
+  config.run.eval_every = 3;
+  config.rollout.prompts_per_step = 3;
+  run(config, false, world);
+  EXPECT_FALSE(first() && fs::exists(path("shared/sync.jsonl"))) << "engine and actor read the same weights";
+  const ModelConfig model = find_model_config(config.model).value();
+  for (const Layout& layout : possible_layouts({.ranks = world->size(), .layers = 1, .experts = model.num_experts, .output_groups = model.o_groups})) {
+    if (layout.tp == 1 && layout.ep == 1) continue;
+    SCOPED_TRACE(layout.str());
+    config.run.dir = path(fmt::format("tp{}_ep{}", layout.tp, layout.ep));
+    config.parallel.rollout_tp = layout.tp;
+    config.parallel.rollout_ep = layout.ep;
+    const LoopReport report = run(config, false, world);
+    EXPECT_GT(report.compared_tokens, 0);
+    EXPECT_EQ(report.max_gap, 0);
+    if (!first()) continue;
+    expect_same_runs(path("shared"), config.run.dir, 3);
+    // A receipt for the weights of the start and of every step, each of other weights.
+    const std::string text = contents(config.run.dir + "/sync.jsonl");
+    std::set<std::string> checksums;
+    int64_t version = 0;
+    for (size_t begin = 0; begin < text.size(); begin = text.find('\n', begin) + 1) {
+      Result<JsonValue> line = parse_json(std::string_view(text).substr(begin, text.find('\n', begin) - begin));
+      ASSERT_TRUE(line.is_ok());
+      int64_t seen = -1;
+      EXPECT_TRUE(line.value().find("version")->as_int64(&seen));
+      EXPECT_EQ(seen, version++);
+      checksums.insert(line.value().find("checksum")->text);
+    }
+    EXPECT_EQ(version, 4);
+    EXPECT_EQ(checksums.size(), 4u);
+  }
 }
 
 TEST_F(DataParallel, AnErrorOfOneRankIsAnErrorOfAll) {

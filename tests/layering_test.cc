@@ -1,7 +1,7 @@
 // The picture of design.md as a test: who may include whom. Reads the include lines of every source file.
 //
-//   core <- ops <- model <- rollout, train        core <- io <- model, parallel
-//   everything below <- rl <- cli                 rollout and train never include each other
+//   core <- ops <- model <- sync, rollout, train        core <- io <- model, parallel
+//   everything below <- rl <- cli                       sync, rollout and train never include each other
 
 #include <gtest/gtest.h>
 
@@ -25,10 +25,11 @@ const std::map<std::string, std::set<std::string>>& allowed() {
       {"io", {"core"}},
       {"parallel", {"core", "io"}},
       {"model", {"core", "ops", "io", "parallel"}},
+      {"sync", {"core", "ops", "io", "parallel", "model"}},
       {"rollout", {"core", "ops", "io", "parallel", "model"}},
       {"train", {"core", "ops", "io", "parallel", "model"}},
-      {"rl", {"core", "ops", "io", "parallel", "model", "rollout", "train"}},
-      {"cli", {"core", "ops", "io", "parallel", "model", "rollout", "train", "rl"}},
+      {"rl", {"core", "ops", "io", "parallel", "model", "sync", "rollout", "train"}},
+      {"cli", {"core", "ops", "io", "parallel", "model", "sync", "rollout", "train", "rl"}},
   };
   return table;
 }

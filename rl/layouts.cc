@@ -1,0 +1,71 @@
+#include "rl/layouts.h"
+
+#include <algorithm>
+#include <charconv>
+
+#include "model/cost.h"
+
+namespace lockstep {
+
+namespace {
+
+Result<std::vector<int64_t>> parse_counts(const std::string& text) {
+  std::vector<int64_t> counts;
+  const char *at = text.data(), *const end = at + text.size();
+  while (true) {
+    while (at != end && *at == ' ') ++at;
+    const auto [behind, error] = std::from_chars(at, end, counts.emplace_back());
+    at = behind;
+    while (at != end && *at == ' ') ++at;
+    if (error != std::errc() || (at != end && *at != ','))
+      return errorf("parallel.stages is \"{}\"; wanted the number of layers of each stage, as in \"12,11,11,9\"", text);
+    if (at == end) return counts;
+    ++at;
+  }
+}
+
+Result<StageLayers> stages_of(const ParallelOptions& options, const ModelConfig& config, int64_t length, int pp) {
+  if (options.stages.empty()) return balance_layers(stage_costs(config, length), pp);
+  const Result<std::vector<int64_t>> counts = parse_counts(options.stages);
+  if (!counts) return counts.status();
+  Result<StageLayers> stages = split_layers(counts.value(), pp, config.num_layers());
+  if (!stages) return errorf("parallel.stages is \"{}\": {}", options.stages, stages.message());
+  return stages;
+}
+
+}  // namespace
+
+Result<Layouts> resolve_layouts(const ParallelOptions& o, const ModelConfig& config, int64_t length, int ranks) {
+  Layouts layouts;
+  LayoutLimits limits{.ranks = ranks, .layers = config.num_layers(), .experts = config.num_experts, .output_groups = config.o_groups};
+  Result<Layout> train = resolve_layout(
+      {.tp = static_cast<int>(o.tp), .pp = static_cast<int>(o.pp), .ep = static_cast<int>(o.ep), .dp = static_cast<int>(o.dp)}, limits);
+  if (!train) return train.status();
+  layouts.train = train.value();
+  Result<StageLayers> stages = stages_of(o, config, length, layouts.train.pp);
+  if (!stages) return stages.status();
+  layouts.stages = stages.take();
+
+  limits.layers = 1;  // the sampler has no stages
+  Layout wanted{.tp = o.rollout_tp == 0 ? 1 : static_cast<int>(o.rollout_tp), .ep = o.rollout_ep == 0 ? layouts.train.ep : static_cast<int>(o.rollout_ep)};
+  Result<Layout> rollout = resolve_layout(wanted, limits);
+  if (!rollout) return errorf("the sampler's layout (parallel.rollout_tp, parallel.rollout_ep): {}", rollout.message());
+  layouts.rollout = rollout.value();
+  layouts.rollout_stages = {{0, config.num_layers()}};
+  return layouts;
+}
+
+int64_t RunGroups::trainer_twin() const {
+  return std::find(trainer.shards.begin(), trainer.shards.end(), trainer_shard()) - trainer.shards.begin();
+}
+
+RunGroups make_run_groups(RankWorld& world, const Layouts& layouts, const ModelConfig& config, Numerics numerics) {
+  const Grid train(layouts.train), rollout(layouts.rollout);
+  return {.layouts = layouts,
+          .trainer = placement_of(config, train, layouts.stages, numerics),
+          .sampler = placement_of(config, rollout, layouts.rollout_stages, numerics),
+          .train = make_groups(world, train, "train"),
+          .rollout = make_groups(world, rollout, "rollout")};
+}
+
+}  // namespace lockstep

@@ -1,0 +1,44 @@
+#pragma once
+// One run's two layouts over the same ranks: the trainer's and the sampler's. From settings to groups.
+
+#include <cstdint>
+#include <string>
+
+#include "model/config.h"
+#include "parallel/groups.h"
+#include "sync/plan.h"
+
+namespace lockstep {
+
+// How the ranks that a launcher starts are used.
+struct ParallelOptions {
+  int64_t tp = 1, pp = 1, ep = 1;  // of the trainer
+  int64_t dp = 0;                  // 0: as many as were started
+  std::string stages = {};         // layers of each stage, "12,11,11,9"; empty: balanced
+  int64_t rollout_tp = 0;          // of the sampler, whose pp is 1; 0: 1
+  int64_t rollout_ep = 0;          // 0: the trainer's ep
+  float deadline_s = 600;
+};
+
+struct Layouts {
+  Layout train, rollout;
+  StageLayers stages;          // of the trainer
+  StageLayers rollout_stages;  // one, of all layers
+};
+// Pure. `length` is that of a sequence, for which stages are balanced. An error names the setting and lists the nearest layouts.
+Result<Layouts> resolve_layouts(const ParallelOptions& options, const ModelConfig& config, int64_t length, int ranks);
+
+// What every rank of a run has.
+struct RunGroups {
+  Layouts layouts;
+  Placement trainer, sampler;  // of all ranks
+  Groups train, rollout;       // this rank's
+  const Shard& trainer_shard() const { return trainer.shards[static_cast<size_t>(train.rank)]; }
+  const Shard& sampler_shard() const { return sampler.shards[static_cast<size_t>(rollout.rank)]; }
+  // The first rank that holds what this one does in training: equal for ranks whose weights must be equal.
+  int64_t trainer_twin() const;
+};
+// All ranks, with the same arguments.
+RunGroups make_run_groups(RankWorld& world, const Layouts& layouts, const ModelConfig& config, Numerics numerics);
+
+}  // namespace lockstep

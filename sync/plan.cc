@@ -1,0 +1,131 @@
+#include "sync/plan.h"
+
+#include <algorithm>
+
+namespace lockstep {
+
+namespace {
+
+// The tables of all ranks, by rank.
+std::vector<std::vector<TensorSpec>> tables_of(const ModelConfig& config, const Placement& p) {
+  std::vector<std::vector<TensorSpec>> tables;
+  for (const Shard& shard : p.shards) tables.push_back(tensor_table(config, shard));
+  return tables;
+}
+
+// One part of a tensor and the ranks that hold it, ascending.
+struct Part {
+  Box box;
+  std::vector<int> holders;
+};
+
+// A layout cuts a tensor into parts that do not overlap, each on one rank or several.
+std::vector<Part> parts_of(const std::vector<std::vector<TensorSpec>>& tables, size_t id) {
+  std::vector<Part> parts;
+  for (size_t rank = 0; rank < tables.size(); ++rank) {
+    const TensorSpec& spec = tables[rank][id];
+    if (!spec.held()) continue;
+    auto part = std::find_if(parts.begin(), parts.end(), [&](const Part& p) { return p.box == spec.box; });
+    if (part == parts.end()) {
+      for (const Part& p : parts) CHECK(intersect(p.box, spec.box).empty(), "{}: ranks {} and {} hold parts that overlap", spec.name, p.holders[0], rank);
+      part = parts.insert(part, {spec.box, {}});
+    }
+    part->holders.push_back(static_cast<int>(rank));
+  }
+  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) {
+    return std::pair(a.box.rows.begin, a.box.columns.begin) < std::pair(b.box.rows.begin, b.box.columns.begin);
+  });
+  return parts;
+}
+
+std::string box_str(const Box& b) {
+  return fmt::format("rows [{}, {}) columns [{}, {})", b.rows.begin, b.rows.end, b.columns.begin, b.columns.end);
+}
+
+}  // namespace
+
+Placement placement_of(const ModelConfig& config, const Grid& grid, const StageLayers& stages, Numerics numerics) {
+  Placement p{.shards = {}, .numerics = numerics};
+  for (int rank = 0; rank < grid.ranks(); ++rank) p.shards.push_back(shard_of(config, grid, stages, rank));
+  return p;
+}
+
+int64_t SyncPlan::row_bytes(const Copy& c) const {
+  return c.box.columns.size() * static_cast<int64_t>(dtype_bytes(to_dtype[static_cast<size_t>(c.tensor)]));
+}
+
+SyncPlan make_plan(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted) {
+  CHECK(!from.shards.empty() && from.shards.size() == to.shards.size(), "{} ranks to {}", from.shards.size(), to.shards.size());
+  SyncPlan plan;
+  plan.ranks = static_cast<int>(from.shards.size());
+  std::vector<int64_t> sent(from.shards.size());
+  const auto sources = tables_of(config, from), destinations = tables_of(config, to);
+  for (const TensorSpec& whole : tensor_table(config)) {
+    const DType dtype = whole.weight_dtype(from.numerics), to_dtype = whole.weight_dtype(to.numerics);
+    CHECK(dtype == to_dtype || (dtype == DType::f32 && to_dtype == DType::bf16), "{}: {} to {}", whole.name, dtype_name(dtype), dtype_name(to_dtype));
+    plan.from_dtype.push_back(dtype);
+    plan.to_dtype.push_back(to_dtype);
+    if (!wanted(whole)) continue;
+    const std::vector<Part> parts = parts_of(sources, static_cast<size_t>(whole.id));
+    for (int rank = 0; rank < plan.ranks; ++rank) {
+      const TensorSpec& needed = destinations[static_cast<size_t>(rank)][static_cast<size_t>(whole.id)];
+      if (!needed.held()) continue;
+      for (const Part& part : parts) {
+        Copy copy{.tensor = whole.id, .box = intersect(part.box, needed.box), .from = rank, .to = rank};
+        if (copy.box.empty()) continue;
+        if (!std::binary_search(part.holders.begin(), part.holders.end(), rank)) {
+          copy.from = *std::min_element(part.holders.begin(), part.holders.end(),
+                                        [&](int a, int b) { return sent[static_cast<size_t>(a)] < sent[static_cast<size_t>(b)]; });
+          sent[static_cast<size_t>(copy.from)] += plan.bytes(copy);
+        }
+        plan.copies.push_back(copy);
+      }
+    }
+  }
+  return plan;
+}
+
+Status check_plan(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted, const SyncPlan& plan) {
+  const auto sources = tables_of(config, from), destinations = tables_of(config, to);
+  if (static_cast<size_t>(plan.ranks) != sources.size()) return errorf("a plan for {} ranks, there are {}", plan.ranks, sources.size());
+  // Copies of one tensor to one rank, whatever their order in the plan.
+  std::vector<const Copy*> copies;
+  for (const Copy& c : plan.copies) {
+    const bool known = c.tensor >= 0 && c.tensor < static_cast<int>(sources[0].size()) && c.from >= 0 && c.from < plan.ranks && c.to >= 0 && c.to < plan.ranks;
+    if (!known) return errorf("a copy of tensor {} from rank {} to rank {}, which do not exist", c.tensor, c.from, c.to);
+    copies.push_back(&c);
+  }
+  std::stable_sort(copies.begin(), copies.end(), [](const Copy* a, const Copy* b) { return std::pair(a->tensor, a->to) < std::pair(b->tensor, b->to); });
+  size_t next = 0;
+  for (const TensorSpec& whole : tensor_table(config)) {
+    const auto id = static_cast<size_t>(whole.id);
+    for (int rank = 0; rank < plan.ranks; ++rank) {
+      const size_t first = next;
+      int64_t covered = 0;
+      for (; next < copies.size() && copies[next]->tensor == whole.id && copies[next]->to == rank; ++next) {
+        const Copy& c = *copies[next];
+        const std::string what = fmt::format("{}: the copy of {} from rank {} to rank {}", whole.name, box_str(c.box), c.from, rank);
+        if (c.box.empty() || intersect(c.box, sources[static_cast<size_t>(c.from)][id].box) != c.box) return errorf("{} is not of what rank {} holds", what, c.from);
+        if (intersect(c.box, destinations[static_cast<size_t>(rank)][id].box) != c.box) return errorf("{} is not of what rank {} needs", what, rank);
+        for (size_t other = first; other < next; ++other)
+          if (!intersect(c.box, copies[other]->box).empty()) return errorf("{} overlaps one of {}", what, box_str(copies[other]->box));
+        covered += c.box.elements();
+      }
+      const int64_t needed = wanted(whole) ? destinations[static_cast<size_t>(rank)][id].box.elements() : 0;
+      if (covered != needed) return errorf("{}: rank {} is given {} numbers of {}", whole.name, rank, covered, needed);
+    }
+  }
+  return Status::ok();
+}
+
+CommBytes plan_bytes(const SyncPlan& plan, int rank) {
+  CommBytes b;
+  for (const Copy& c : plan.copies) {
+    if (c.local()) continue;
+    if (c.from == rank) b.sent += plan.bytes(c);
+    if (c.to == rank) b.received += plan.bytes(c);
+  }
+  return b;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,61 @@
+#pragma once
+// From two placements of one tensor table (who holds what before, and who holds what after) to the list of copies between them. Pure.
+//
+// A copy is a box of one tensor that one rank has and another needs. Together they fill every box of every destination, each number once.
+// Where several ranks hold what is needed:
+//   the rank itself                   nothing travels
+//   else the one that sends least     in bytes of the plan so far; of equals, the first
+// Bytes travel in the destination's dtype, and are known before anything does: plan_bytes is what the counters of a transfer show.
+//
+// Source: rl spec 20.1, design section 5.
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "core/status.h"
+#include "model/shard.h"
+#include "model/weights.h"
+#include "parallel/collective.h"
+
+namespace lockstep {
+
+// The model spread over ranks.
+struct Placement {
+  std::vector<Shard> shards;  // by rank
+  Numerics numerics = Numerics::bf16;
+  bool operator==(const Placement&) const = default;
+};
+// That of a layout. REQUIRES: one that resolve_layout accepted for this config, and its stages.
+Placement placement_of(const ModelConfig& config, const Grid& grid, const StageLayers& stages, Numerics numerics);
+
+struct Copy {
+  int tensor = 0;  // id
+  Box box;         // in the whole tensor
+  int from = 0, to = 0;
+  bool local() const { return from == to; }
+  bool operator==(const Copy&) const = default;
+};
+
+struct SyncPlan {
+  int ranks = 0;
+  std::vector<DType> from_dtype, to_dtype;  // by tensor id
+  std::vector<Copy> copies;                 // by tensor, then destination, then place in the tensor
+
+  int64_t row_bytes(const Copy& c) const;  // of one row of the box, as it travels
+  int64_t bytes(const Copy& c) const { return c.box.rows.size() * row_bytes(c); }
+};
+
+// Which tensors are copied; all of them for a first update.
+using WantedTensors = std::function<bool(const TensorSpec&)>;
+
+// REQUIRES: as many shards in both; dtypes equal, or f32 to bf16, which rounds.
+SyncPlan make_plan(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted);
+
+// Every number of every wanted box of every destination is written exactly once, by a rank that holds it. The error names the tensor.
+Status check_plan(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted, const SyncPlan& plan);
+
+// What a rank sends to and receives from others when the plan is carried out.
+CommBytes plan_bytes(const SyncPlan& plan, int rank);
+
+}  // namespace lockstep

@@ -1,0 +1,277 @@
+#include "sync/transfer.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <map>
+
+#include <xxhash.h>
+
+#include "ops/cast/cast.h"
+
+namespace lockstep {
+
+namespace {
+
+constexpr int kBytes = 0, kVersion = 1, kHash = 2;  // of a tally
+
+void add_to_hash(int64_t& hash, const void* data, int64_t bytes) {
+  hash = std::bit_cast<int64_t>(XXH64(data, static_cast<size_t>(bytes), std::bit_cast<uint64_t>(hash)));
+}
+
+// Rows of the whole tensor, columns of the box, as a view into the matrix that holds `held` of it.
+template <typename View>
+View part(const View& matrix, const Box& held, const Range& rows, const Range& columns) {
+  return matrix.slice(rows.begin - held.rows.begin, rows.size()).cols(columns.begin - held.columns.begin, columns.size());
+}
+
+
+// Into `out`, which has the same dtype or is bf16 for f32. Numbers in a bucket may lie at any even address.
+void store(Context& c, TensorView out, ConstTensorView in) {
+  if (out.dtype != in.dtype) return cast(c, out, in);
+  char* to = static_cast<char*>(out.data);
+  const char* from = static_cast<const char*>(in.data);
+  const auto width = static_cast<int64_t>(dtype_bytes(in.dtype));
+  if (out.contiguous() && in.contiguous()) {
+    parallel_for(c, static_cast<int64_t>(in.bytes()), 1, [&](int64_t b, int64_t e, int) { std::memcpy(to + b, from + b, static_cast<size_t>(e - b)); });
+    return;
+  }
+  const int64_t row_bytes = in.dim(1) * width;
+  parallel_for(c, in.rows(), row_bytes, [&](int64_t b, int64_t e, int) {
+    for (int64_t r = b; r < e; ++r)
+      std::memcpy(to + r * out.row_stride * width, from + r * in.row_stride * width, static_cast<size_t>(row_bytes));
+  });
+}
+
+// Calls f(first byte, bytes) for the runs that a matrix consists of: its rows, or all of it.
+template <typename F>
+void for_runs(ConstTensorView v, F f) {
+  const char* at = static_cast<const char*>(v.data);
+  if (v.contiguous()) return f(at, static_cast<int64_t>(v.bytes()));
+  const auto width = static_cast<int64_t>(dtype_bytes(v.dtype));
+  for (int64_t r = 0; r < v.rows(); ++r) f(at + r * v.row_stride * width, v.dim(1) * width);
+}
+
+// Any of the numbers, which may lie unaligned, has all bits of `exponent` set.
+template <typename Bits>
+bool any_with(const char* at, int64_t bytes, Bits exponent) {
+  Bits found = 0;
+  for (int64_t i = 0; i < bytes; i += static_cast<int64_t>(sizeof(Bits))) {
+    Bits bits;
+    std::memcpy(&bits, at + i, sizeof(Bits));
+    found |= static_cast<Bits>((bits & exponent) == exponent);
+  }
+  return found != 0;
+}
+
+// Neither NaN nor infinite.
+bool finite(ConstTensorView v) {
+  bool ok = true;
+  for_runs(v, [&](const char* at, int64_t bytes) {
+    if (v.dtype == DType::f32) ok = ok && !any_with<uint32_t>(at, bytes, 0x7f800000u);
+    if (v.dtype == DType::bf16) ok = ok && !any_with<uint16_t>(at, bytes, 0x7f80u);
+  });
+  return ok;
+}
+
+}  // namespace
+
+Transfer::Transfer(RankGroup& ranks, const Weights& from, Weights& to, const Placement& source, const Placement& destination,
+                   const WantedTensors& changes, Arena& arena, int64_t bucket_bytes)
+    : ranks_(ranks), from_(from), to_(to), bucket_bytes_(bucket_bytes),
+      all_(make_route(from.config(), source, destination, [](const TensorSpec&) { return true; })),
+      changing_(make_route(from.config(), source, destination, changes)) {
+  const auto rank = static_cast<size_t>(ranks.rank());
+  CHECK(source.shards.size() == static_cast<size_t>(ranks.size()), "a placement of {} ranks for {}", source.shards.size(), ranks.size());
+  CHECK(from.shard() == source.shards[rank] && from.numerics() == source.numerics, "the source is not this rank's shard");
+  CHECK(to.shard() == destination.shards[rank] && to.numerics() == destination.numerics, "the destination is not this rank's shard");
+  for (const TensorSpec& spec : to.table()) {
+    landing_.push_back(!spec.held() ? TensorView()
+                       : spec.has_panels() ? matrix_view(to.rows(spec.id))
+                                           : matrix_view(arena.tensor(spec.weight_dtype(to.numerics()), spec.shape, "weights landing")));
+  }
+  if (ranks.size() > 1) {
+    outgoing_ = arena.tensor(DType::u8, {bucket_bytes}, "weights outgoing");
+    incoming_ = arena.tensor(DType::u8, {bucket_bytes}, "weights incoming");
+  }
+  sent_.resize(source.shards.size());
+  received_.resize(source.shards.size());
+}
+
+// A round fills bucket after bucket: every rank first with what goes to the next rank, then to the one behind it, so that in the ideal all
+// send and all receive at once. All ranks compute the same rounds.
+Transfer::Route Transfer::make_route(const ModelConfig& config, const Placement& source, const Placement& destination,
+                                     const WantedTensors& wanted) const {
+  Route route{.plan = make_plan(config, source, destination, wanted), .rounds = {}, .local = {}};
+  const SyncPlan& plan = route.plan;
+  const Status covered = check_plan(config, source, destination, wanted, plan);
+  CHECK(covered.is_ok(), "weight update: {}", covered.message());
+
+  const int ranks = plan.ranks, me = ranks_.rank();
+  struct Queue {
+    std::vector<size_t> copies;
+    size_t next = 0;
+    int64_t rows_done = 0;  // of copies[next]
+  };
+  std::map<std::pair<int, int>, Queue> queues;  // by (to - from) modulo the ranks, then from
+  for (size_t i = 0; i < plan.copies.size(); ++i) {
+    const Copy& copy = plan.copies[i];
+    CHECK(plan.row_bytes(copy) <= bucket_bytes_, "a bucket of {} bytes for rows of {}", bucket_bytes_, plan.row_bytes(copy));
+    (copy.local() ? route.local_bytes : route.moved_bytes) += plan.bytes(copy);
+    if (!copy.local()) {
+      queues[{(copy.to - copy.from + ranks) % ranks, copy.from}].copies.push_back(i);
+    } else if (copy.to == me) {
+      route.local.push_back(i);
+    }
+  }
+  while (!queues.empty()) {
+    Round round;
+    round.send_bytes.resize(static_cast<size_t>(ranks));
+    round.receive_bytes.resize(static_cast<size_t>(ranks));
+    std::vector<int64_t> send_room(static_cast<size_t>(ranks), bucket_bytes_), receive_room = send_room;
+    for (auto at = queues.begin(); at != queues.end();) {
+      Queue& q = at->second;
+      const int from = at->first.second, to = (from + at->first.first) % ranks;
+      int64_t &out = send_room[static_cast<size_t>(from)], &in = receive_room[static_cast<size_t>(to)];
+      while (q.next < q.copies.size()) {
+        const Copy& copy = plan.copies[q.copies[q.next]];
+        const int64_t row_bytes = plan.row_bytes(copy), left = copy.box.rows.size() - q.rows_done;
+        const int64_t rows = std::min(left, std::min(out, in) / row_bytes);
+        if (rows == 0) break;
+        const int64_t first = copy.box.rows.begin + q.rows_done, bytes = rows * row_bytes;
+        if (from == me) {
+          round.sends.push_back({q.copies[q.next], {first, first + rows}});
+          round.send_bytes[static_cast<size_t>(to)] += bytes;
+        }
+        if (to == me) {
+          round.receives.push_back({q.copies[q.next], {first, first + rows}});
+          round.receive_bytes[static_cast<size_t>(from)] += bytes;
+        }
+        out -= bytes;
+        in -= bytes;
+        q.rows_done += rows;
+        if (rows < left) break;
+        q.rows_done = 0;
+        ++q.next;
+      }
+      at = q.next == q.copies.size() ? queues.erase(at) : std::next(at);
+    }
+    // The exchange has a rank's rows by the other rank.
+    std::stable_sort(round.sends.begin(), round.sends.end(),
+                     [&](const Piece& a, const Piece& b) { return plan.copies[a.copy].to < plan.copies[b.copy].to; });
+    std::stable_sort(round.receives.begin(), round.receives.end(),
+                     [&](const Piece& a, const Piece& b) { return plan.copies[a.copy].from < plan.copies[b.copy].from; });
+    route.rounds.push_back(std::move(round));
+  }
+  return route;
+}
+
+CommBytes Transfer::bytes() const { return plan_bytes(route().plan, ranks_.rank()); }
+CommBytes Transfer::check_bytes() const { return exchange_counts_bytes(static_cast<int64_t>(std::tuple_size_v<Tally>), ranks_.size()); }
+
+TensorView Transfer::landing(const Copy& copy, const Range& rows) const {
+  return part(landing_[static_cast<size_t>(copy.tensor)], to_.table()[static_cast<size_t>(copy.tensor)].box, rows, copy.box.columns);
+}
+
+void Transfer::read(Context& c, const Copy& copy, const Range& rows, TensorView out) {
+  const TensorSpec& spec = from_.table()[static_cast<size_t>(copy.tensor)];
+  store(c, out, part(matrix_view(from_.view(copy.tensor).rows), spec.box, rows, copy.box.columns));
+  if (bad_.is_ok() && !finite(out)) {
+    int64_t row = 0;
+    while (finite(out.slice(row, 1))) ++row;
+    bad_ = errorf("{} has a number that is not finite in row {} of its {}", spec.name, rows.begin + row, spec.whole.str());
+  }
+}
+
+void Transfer::run_round(Context& c, const Route& route, const Round& round) {
+  const auto view = [&](const Copy& copy, const Piece& piece, char* at) {
+    return TensorView(at, route.plan.to_dtype[static_cast<size_t>(copy.tensor)], {piece.rows.size(), copy.box.columns.size()});
+  };
+  char *out = static_cast<char*>(outgoing_.data), *const first_out = out;
+  for (const Piece& piece : round.sends) {
+    const Copy& copy = route.plan.copies[piece.copy];
+    const TensorView packed = view(copy, piece, out);
+    read(c, copy, piece.rows, packed);
+    out += packed.bytes();
+  }
+  char* in = static_cast<char*>(incoming_.data);
+  int64_t num_in = 0;
+  for (size_t r = 0, at = 0; r < sent_.size(); ++r) {
+    add_to_hash(sent_[r][kHash], first_out + at, round.send_bytes[r]);
+    sent_[r][kBytes] += round.send_bytes[r];
+    at += static_cast<size_t>(round.send_bytes[r]);
+    num_in += round.receive_bytes[r];
+  }
+  ranks_.all_to_all(c, incoming_.slice(0, num_in), round.receive_bytes, outgoing_.slice(0, out - first_out), round.send_bytes, "weights");
+  for (size_t r = 0, at = 0; r < received_.size(); ++r) {
+    add_to_hash(received_[r][kHash], in + at, round.receive_bytes[r]);
+    received_[r][kBytes] += round.receive_bytes[r];
+    at += static_cast<size_t>(round.receive_bytes[r]);
+  }
+  for (const Piece& piece : round.receives) {
+    const Copy& copy = route.plan.copies[piece.copy];
+    const TensorView packed = view(copy, piece, in);
+    store(c, landing(copy, piece.rows), packed);
+    in += packed.bytes();
+  }
+}
+
+Status Transfer::verify() {
+  constexpr size_t kWidth = std::tuple_size_v<Tally>;
+  std::vector<Tally> told(sent_.size());
+  ranks_.exchange_counts(std::span(told.front().data(), told.size() * kWidth), std::span(sent_.front().data(), sent_.size() * kWidth), "weights check");
+  LOCKSTEP_RETURN_IF_ERROR(bad_);
+  for (size_t r = 0; r < told.size(); ++r) {
+    if (static_cast<int>(r) == ranks_.rank()) continue;
+    if (told[r][kVersion] != received_[r][kVersion])
+      return errorf("rank {} sends version {} while this one has version {}", r, told[r][kVersion], received_[r][kVersion]);
+    if (told[r][kBytes] != received_[r][kBytes]) return errorf("rank {} sent {} bytes, {} arrived", r, told[r][kBytes], received_[r][kBytes]);
+    if (told[r][kHash] != received_[r][kHash]) {
+      return errorf("what came from rank {} is damaged: XXH64 {:016x} was sent, {:016x} arrived", r, std::bit_cast<uint64_t>(told[r][kHash]),
+                    std::bit_cast<uint64_t>(received_[r][kHash]));
+    }
+  }
+  return Status::ok();
+}
+
+Result<SyncReceipt> Transfer::update(Context& c) {
+  const auto start = std::chrono::steady_clock::now();
+  const Route& route = this->route();
+  const int64_t version = from_.version();
+  for (Tally& t : sent_) t = {0, version, 0};
+  for (Tally& t : received_) t = {0, version, 0};
+  int64_t local_hash = 0;
+  bad_ = Status::ok();
+
+  for (const size_t i : route.local) {
+    const Copy& copy = route.plan.copies[i];
+    const TensorView to = landing(copy, copy.box.rows);
+    read(c, copy, copy.box.rows, to);
+    for_runs(to, [&](const char* at, int64_t bytes) { add_to_hash(local_hash, at, bytes); });
+  }
+  for (const Round& round : route.rounds) run_round(c, route, round);
+  if (const Status agreed = ranks_.agree(verify(), "weights agreed"); !agreed)
+    return errorf("the update to version {} was refused: {}; the sampler stays at version {}", version, agreed.message(), to_.version());
+
+  for (const TensorSpec& spec : to_.table()) {
+    const TensorView& landed = landing_[static_cast<size_t>(spec.id)];
+    if (spec.held() && !spec.has_panels()) store(c, matrix_view(to_.rows(spec.id)), landed);
+  }
+  to_.commit(c, version);
+  complete_ = true;
+
+  std::vector<int64_t> hashes(received_.size());
+  int64_t mine = local_hash;
+  for (const Tally& t : received_) add_to_hash(mine, &t[kHash], sizeof(t[kHash]));
+  ranks_.all_gather(std::span(hashes), std::span<const int64_t>(&mine, 1), "weights agreed");
+  return SyncReceipt{.version = version,
+                     .copies = static_cast<int64_t>(route.plan.copies.size()),
+                     .rounds = static_cast<int64_t>(route.rounds.size()),
+                     .moved_bytes = route.moved_bytes,
+                     .local_bytes = route.local_bytes,
+                     .seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
+                     .checksum = XXH64(hashes.data(), hashes.size() * sizeof(int64_t), 0)};
+}
+
+}  // namespace lockstep
