@@ -20,6 +20,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <set>
 
 #include "core/log.h"
@@ -103,13 +104,14 @@ class Loop {
   Status write(Purpose p, Write write) {
     return peers_.agree(peers_.first() ? write() : Status::ok(), p);
   }
-  Status same_weights() { return peers_.same(peers_.alone() ? 0 : checksum(policy_->actor().masters()), "weights"); }
+  Status same_weights() { return peers_.same(peers_.alone() ? 0 : checksum(policy_->weights()), "weights"); }
   // Seconds that each rank waited for others since the last call, transfers included.
   std::vector<float> take_waits();
 
   const LoopConfig& config_;
   const Hooks& hooks_;
   const Peers peers_;
+  std::optional<Groups> groups_;  // of the trainer
   std::unique_ptr<Policy> policy_;
   std::unique_ptr<ReferencePolicy> reference_;  // only with a KL term
   std::unique_ptr<Task> task_;
@@ -126,6 +128,7 @@ class Loop {
 
 Status Loop::open(bool resume) {
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(config_.resolved), "settings"));
+  if (!peers_.alone()) groups_ = make_groups(*peers_.world(), Grid({.dp = peers_.size()}), "train");
   LOCKSTEP_RETURN_IF_ERROR(peers_.agree(load_inputs(peers_.threads(config_.run.threads)), "inputs"));
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(state_.rows), "data rows"));
   LOCKSTEP_RETURN_IF_ERROR(open_directory(resume));
@@ -147,7 +150,7 @@ Status Loop::load_inputs(int threads) {
   use.optimizer = c.optimizer;
   if (use.optimizer.total_steps == 0) use.optimizer.total_steps = c.run.steps * c.train.steps_per_rollout;
   use.actor = {.max_tokens_per_microbatch = c.train.microbatch_tokens, .recompute = c.train.recompute};
-  use.ranks = peers_.group();
+  use.groups = groups_ ? &*groups_ : nullptr;
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (!policy) return policy.status();
   policy_ = policy.take();
@@ -441,10 +444,18 @@ Status Loop::evaluate_now() {
 
 Status Loop::save() {
   const Stopwatch watch;
+  std::string directory;
   LOCKSTEP_RETURN_IF_ERROR(write("checkpoint", [&] {
     report_.checkpoint = dir_->checkpoint_path(state_.step);
-    return save_run(*dir_, *policy_, state_, config_.resolved, config_.run.keep_checkpoints);
+    Result<std::string> begun = begin_save(*dir_, state_);
+    if (!begun) return begun.status();
+    directory = begun.take();
+    return Status::ok();
   }));
+  if (!peers_.alone()) peers_.group()->broadcast(&directory, 0, "checkpoint");
+  LOCKSTEP_RETURN_IF_ERROR(peers_.agree(directory.empty() ? Status::ok() : policy_->save(directory), "checkpoint"));
+  LOCKSTEP_RETURN_IF_ERROR(
+      write("checkpoint", [&] { return finish_save(*dir_, directory, state_, config_.resolved, config_.run.keep_checkpoints); }));
   report_.save_seconds += watch.seconds();
   return Status::ok();
 }

@@ -46,7 +46,7 @@ class Peers {
   RankWorld* world_ = nullptr;
 };
 
-uint64_t checksum(const TensorSet& tensors);
+uint64_t checksum(const Weights& weights);
 uint64_t checksum(const std::string& text);
 
 }  // namespace lockstep

@@ -39,13 +39,9 @@ int num_threads(int asked) {
 }
 
 // Random weights, or those of a checkpoint.
-Status fill_masters(const PolicyOptions& options, const ModelConfig& config, const std::vector<TensorSpec>& table, uint64_t seed,
-                    TensorSet& masters) {
-  if (options.init == kRandom) {
-    initialize_masters(config, table, masters, seed);
-    return Status::ok();
-  }
-  return load_checkpoint(options.init, config, table, masters);
+Result<ReadBox> weight_source(const PolicyOptions& options, const ModelConfig& config, uint64_t seed) {
+  if (options.init == kRandom) return random_boxes(config, seed);
+  return checkpoint_source(options.init, config);
 }
 
 Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
@@ -65,11 +61,13 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
 // What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
 // that the system kills later. Activations come on top.
 Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use) {
+  const double owners = use.groups == nullptr ? 1 : use.groups->grid.layout().dp;
   double weights = 0, training = 0, state = 0;
   for (const TensorSpec& t : tensor_table(m)) {
     const auto elements = static_cast<double>(t.shape.elements());
     weights += elements * static_cast<double>(dtype_bytes(t.weight_dtype(numerics))) * (t.has_panels() ? 2 : 1);
-    training += elements * sizeof(float) * (use.train && is_trained(t, use.optimizer) ? 4 : 1);  // master, gradient, two moments
+    // Gradients of everything; master and two moments of what this rank owns.
+    training += elements * sizeof(float) * (use.train && is_trained(t, use.optimizer) ? 1 + 3.0 / owners : 1);
   }
   if (use.sample) {
     const int64_t page_tokens = default_page_tokens(m);
@@ -154,16 +152,14 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   p->weights_ = std::make_unique<Weights>(p->config_, options.numerics, *p->weights_arena_);
   p->model_.weights = p->weights_.get();
   p->model_.rope = make_rope_tables(p->config_, use.engine.max_context, *p->rope_arena_);
+  p->groups_ = use.groups;
+  const Result<ReadBox> source = weight_source(options, p->config_, use.seed);
+  if (!source) return source.status();
   if (use.train) {
-    p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, use.actor, use.ranks);
-    LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, p->config_, p->weights_->table(), use.seed, p->actor_->masters()));
-    p->actor_->publish();
+    p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, use.actor, use.groups);
+    LOCKSTEP_RETURN_IF_ERROR(p->actor_->load_masters(source.value()));
   } else {
-    // Masters are needed once, to round them.
-    Arena masters_arena("masters", kArenaReserve);
-    TensorSet masters = make_tensor_set(p->weights_->table(), masters_arena, [](const TensorSpec&) { return true; });
-    LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, p->config_, p->weights_->table(), use.seed, masters));
-    p->weights_->load(p->context(), masters, 0);
+    LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), source.value(), 0));
   }
   if (use.sample) {
     p->state_arena_ = std::make_unique<Arena>("sequence state", kArenaReserve);
@@ -181,6 +177,7 @@ std::string Policy::memory_report() {
 
 Status Policy::save(const std::string& directory) const {
   LOCKSTEP_RETURN_IF_ERROR(actor_->save(directory));
+  if (groups_ != nullptr && groups_->rank > 0) return Status::ok();
   LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kConfigFile, model_config_json(config_)));
   return tokenizer_->save(directory);
 }
@@ -198,9 +195,10 @@ Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, c
   std::unique_ptr<ReferencePolicy> r(new ReferencePolicy);
   r->arena_ = std::make_unique<Arena>("reference weights", kArenaReserve);
   r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, *r->arena_);
-  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, use.actor, use.ranks);
-  LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, policy.config(), r->weights_->table(), use.seed, r->actor_->masters()));
-  r->actor_->publish();
+  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, use.actor, use.groups);
+  const Result<ReadBox> source = weight_source(options, policy.config(), use.seed);
+  if (!source) return source.status();
+  LOCKSTEP_RETURN_IF_ERROR(r->actor_->load_masters(source.value()));
   return r;
 }
 

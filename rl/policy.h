@@ -33,7 +33,7 @@ struct PolicyUse {
   bool train = false;         // make an actor
   OptimizerConfig optimizer = {};
   ActorOptions actor = {};
-  RankGroup* ranks = nullptr;  // that train together; null: alone
+  Groups* groups = nullptr;  // of the trainer's layout; null: alone
 };
 
 class Policy {
@@ -51,7 +51,8 @@ class Policy {
   // Bytes that memory has reached, for the start and end lines.
   std::string memory_report();
 
-  // Files of a checkpoint directory: masters and optimizer of the actor, config.json, tokenizer. Not atomic: rl/checkpoint.h is.
+  // Files of a checkpoint directory: masters and optimizer of the actor, every rank its own; config.json and the tokenizer from rank 0. Not atomic:
+  // rl/checkpoint.h is.
   Status save(const std::string& directory) const;
   // Masters and optimizer of the actor; the config must be the same.
   Status load(const std::string& directory);
@@ -67,6 +68,7 @@ class Policy {
   Model model_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Actor> actor_;
+  Groups* groups_ = nullptr;
 };
 
 // The frozen initial policy of a KL term: weights of their own, on the same context.
