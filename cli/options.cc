@@ -631,10 +631,6 @@ Status check_train_config(const ResolvedConfig& config) {
   if (c.run.eval_every > 0) {
     LOCKSTEP_RETURN_IF_ERROR(require_text(config, "task.eval_file", c.task.eval_file, "run.eval_every asks for evaluations"));
   }
-  for (const auto& [name, ranks] :
-       {std::pair{"parallel.tp", c.parallel.tp}, {"parallel.pp", c.parallel.pp}, {"parallel.ep", c.parallel.ep}}) {
-    if (ranks != 1) return setting_error(config, name, "not yet: only parallel.dp may be above 1");
-  }
   constexpr std::string_view kTruncates =
       "training rollouts may not truncate the distribution, because the trainer cannot recompute what was kept; switch it off";
   if (c.rollout.top_k != 0) return setting_error(config, "rollout.top_k", kTruncates);

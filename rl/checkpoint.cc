@@ -8,6 +8,7 @@
 
 #include "io/file.h"
 #include "io/json.h"
+#include "model/checkpoint_boxes.h"
 
 namespace lockstep {
 
@@ -16,7 +17,6 @@ namespace {
 constexpr const char* kStateFile = "state.json";
 constexpr const char* kSettingsFile = "config.resolved.toml";
 constexpr const char* kChecksumFile = "checksums.json";
-constexpr const char* kOptimizerFile = "optimizer.safetensors";
 
 Result<std::string> file_checksum(const std::string& path) {
   Result<MappedFile> file = MappedFile::open(path);
@@ -47,7 +47,7 @@ Status verify_checksums(const std::string& directory, bool with_optimizer, std::
   Result<JsonValue> sums = parse_json(text.value());
   if (!sums) return errorf("{}: {}; {}", path, sums.message(), advice);
   for (const auto& [name, wanted] : sums.value().members) {
-    if (!with_optimizer && name == kOptimizerFile) continue;
+    if (!with_optimizer && name.starts_with(kOptimizerStem)) continue;
     Result<std::string> sum = file_checksum(directory + "/" + name);
     if (!sum) return errorf("{}; {}", sum.message(), advice);
     if (sum.value() != wanted.text) {
@@ -114,23 +114,34 @@ Result<RunState> parse_run_state(std::string_view json, const std::string& file)
   return s;
 }
 
-Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const std::string& resolved, int64_t keep) {
+Result<std::string> begin_save(RunDir& dir, const RunState& state) {
   Result<std::vector<Checkpoint>> complete = complete_checkpoints(dir.path());
   if (!complete) return complete.status();
-  std::vector<Checkpoint>& all = complete.value();
-  if (std::none_of(all.begin(), all.end(), [&](const Checkpoint& c) { return c.step == state.step; })) {
-    Result<std::string> path = dir.begin_checkpoint(state.step);
-    if (!path) return path.status();
-    LOCKSTEP_RETURN_IF_ERROR(policy.save(path.value()));
-    LOCKSTEP_RETURN_IF_ERROR(atomic_write(path.value() + "/" + kSettingsFile, resolved));
-    LOCKSTEP_RETURN_IF_ERROR(atomic_write(path.value() + "/" + kStateFile, run_state_json(state) + "\n"));
-    LOCKSTEP_RETURN_IF_ERROR(write_checksums(path.value()));
+  for (const Checkpoint& c : complete.value())
+    if (c.step == state.step) return std::string();
+  return dir.begin_checkpoint(state.step);
+}
+
+Status finish_save(RunDir& dir, const std::string& directory, const RunState& state, const std::string& resolved, int64_t keep) {
+  if (!directory.empty()) {
+    LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kSettingsFile, resolved));
+    LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kStateFile, run_state_json(state) + "\n"));
+    LOCKSTEP_RETURN_IF_ERROR(write_checksums(directory));
     LOCKSTEP_RETURN_IF_ERROR(dir.finish_checkpoint(state.step));
-    all.push_back({state.step, path.value()});
   }
   // Also when it existed: whoever wrote it may have been killed before this.
+  Result<std::vector<Checkpoint>> complete = complete_checkpoints(dir.path());
+  if (!complete) return complete.status();
+  const std::vector<Checkpoint>& all = complete.value();
   for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i) LOCKSTEP_RETURN_IF_ERROR(delete_checkpoint(all[i].path));
   return Status::ok();
+}
+
+Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const std::string& resolved, int64_t keep) {
+  Result<std::string> directory = begin_save(dir, state);
+  if (!directory) return directory.status();
+  if (!directory.value().empty()) LOCKSTEP_RETURN_IF_ERROR(policy.save(directory.value()));
+  return finish_save(dir, directory.value(), state, resolved, keep);
 }
 
 Status check_checkpoint(const std::string& directory) {

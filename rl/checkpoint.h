@@ -1,7 +1,7 @@
 #pragma once
 // What a run needs to continue as if it had never stopped, and the start and resume of a run directory.
 //
-// A checkpoint directory holds masters.safetensors, optimizer.safetensors (both with the actor's counters), config.json, the
+// A checkpoint directory holds masters and optimizer (model/checkpoint_boxes.h, with the actor's counters), config.json, the
 // tokenizer, the resolved settings, state.json and checksums.json (XXH64 of all of these, checked on resume); the file COMPLETE
 // makes it count. Draws have no state: they are keyed by what they are for.
 
@@ -32,7 +32,11 @@ Result<RunState> parse_run_state(std::string_view json, const std::string& file)
 // for files that it does not list. The optimizer's state is passed over: only a resumed run reads it, and checks it then.
 Status check_checkpoint(const std::string& directory);
 
-// Writes the checkpoint of state.step, then deletes all but the newest `keep`. Fine if it exists already.
+// Writing the checkpoint of state.step: rank 0 begins it, all ranks write what is theirs into the directory (Policy::save), and once all have, rank 0
+// finishes it, then deletes all but the newest `keep`. An empty directory: it exists already, and there is nothing to write, but to finish.
+Result<std::string> begin_save(RunDir& dir, const RunState& state);
+Status finish_save(RunDir& dir, const std::string& directory, const RunState& state, const std::string& resolved, int64_t keep);
+// All of it, alone.
 Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const std::string& resolved, int64_t keep);
 
 // Opens `path` for writing. A fresh run must find no run there. On resume the policy and `state` become those of the newest

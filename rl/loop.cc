@@ -20,6 +20,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <set>
 
 #include "core/log.h"
@@ -135,7 +136,6 @@ Status Loop::open(bool resume) {
   LOCKSTEP_RETURN_IF_ERROR(peers_.agree(load_inputs(peers_.threads(config_.run.threads)), "inputs"));
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(state_.rows), "data rows"));
   LOCKSTEP_RETURN_IF_ERROR(open_directory(resume));
-  if (reference_) reference_->publish();
   LOCKSTEP_RETURN_IF_ERROR(record_sync(policy_->publish()));
   LOCKSTEP_RETURN_IF_ERROR(same_weights());
   task_->restore(state_.cursor);
@@ -496,10 +496,18 @@ Status Loop::record_sync(const Result<std::optional<SyncReceipt>>& receipt) {
 
 Status Loop::save() {
   const Stopwatch watch;
+  std::string directory;
   LOCKSTEP_RETURN_IF_ERROR(write("checkpoint", [&] {
     report_.checkpoint = dir_->checkpoint_path(state_.step);
-    return save_run(*dir_, *policy_, state_, config_.resolved, config_.run.keep_checkpoints);
+    Result<std::string> begun = begin_save(*dir_, state_);
+    if (!begun) return begun.status();
+    directory = begun.take();
+    return Status::ok();
   }));
+  if (!peers_.alone()) peers_.group()->broadcast(&directory, 0, "checkpoint");
+  LOCKSTEP_RETURN_IF_ERROR(peers_.agree(directory.empty() ? Status::ok() : policy_->save(directory), "checkpoint"));
+  LOCKSTEP_RETURN_IF_ERROR(
+      write("checkpoint", [&] { return finish_save(*dir_, directory, state_, config_.resolved, config_.run.keep_checkpoints); }));
   report_.save_seconds += watch.seconds();
   return Status::ok();
 }

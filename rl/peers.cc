@@ -123,10 +123,10 @@ Result<std::vector<RewardResult>> Peers::grade(Judge& judge, std::span<const Gra
   return verdicts_from_text(text);
 }
 
-uint64_t checksum(const TensorSet& tensors) {
+uint64_t checksum(const Weights& weights) {
   uint64_t sum = 0;
-  for (const TensorView& v : tensors.views)
-    if (!v.empty()) sum = XXH64(v.data, v.bytes(), sum);
+  for (const TensorSpec& spec : weights.table())
+    if (const ConstTensorView rows = weights.view(spec.id).rows; spec.held()) sum = XXH64(rows.data, rows.bytes(), sum);
   return sum;
 }
 

@@ -52,7 +52,7 @@ class Peers {
   const Groups* rollout_ = nullptr;
 };
 
-uint64_t checksum(const TensorSet& tensors);
+uint64_t checksum(const Weights& weights);
 uint64_t checksum(const std::string& text);
 
 }  // namespace lockstep

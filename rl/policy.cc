@@ -42,13 +42,9 @@ int num_threads(int asked) {
 }
 
 // Random weights, or those of a checkpoint.
-Status fill_masters(const PolicyOptions& options, const ModelConfig& config, const std::vector<TensorSpec>& table, uint64_t seed,
-                    TensorSet& masters) {
-  if (options.init == kRandom) {
-    initialize_masters(config, table, masters, seed);
-    return Status::ok();
-  }
-  return load_checkpoint(options.init, config, table, masters);
+Result<ReadBox> weight_source(const PolicyOptions& options, const ModelConfig& config, uint64_t seed) {
+  if (options.init == kRandom) return random_boxes(config, seed);
+  return checkpoint_source(options.init, config);
 }
 
 Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
@@ -68,6 +64,7 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
 // What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
 // that the system kills later. Activations come on top.
 Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler) {
+  const double owners = use.ranks == nullptr ? 1 : use.ranks->layouts.train.dp;
   double weights = 0, training = 0, state = 0;
   const auto weight_bytes = [&](const TensorSpec& t) {
     return static_cast<double>(t.shape.elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(numerics))) * (t.has_panels() ? 2 : 1);
@@ -77,7 +74,8 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
   for (const TensorSpec& t : tensor_table(m, held)) {
     const auto elements = static_cast<double>(t.shape.elements());
     weights += weight_bytes(t);
-    training += elements * sizeof(float) * (use.train && is_trained(t, use.optimizer) ? 4 : 1);  // master, gradient, two moments
+    // Gradients of everything; master and two moments of what this rank owns.
+    training += elements * sizeof(float) * (use.train && is_trained(t, use.optimizer) ? 1 + 3.0 / owners : 1);
   }
   if (use.sample) {
     const int64_t page_tokens = default_page_tokens(m);
@@ -96,7 +94,7 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
                 use.sample ? use.engine.max_running : 0, state / kGiB, physical / kGiB);
 }
 
-RankGroup* trainers(const PolicyUse& use) { return use.ranks == nullptr ? nullptr : use.ranks->train.all; }
+Groups* trainers(const PolicyUse& use) { return use.ranks == nullptr ? nullptr : &use.ranks->train; }
 
 std::string mebibytes(size_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
 
@@ -178,23 +176,14 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     if (ranks->rollout.ep.size() > 1) p->model_.ep = &use.ranks->rollout.ep;
   }
   p->model_.rope = make_rope_tables(p->config_, use.engine.max_context, *p->rope_arena_);
+  p->ranks_ = use.ranks;
+  const Result<ReadBox> source = weight_source(options, p->config_, use.seed);
+  if (!source) return source.status();
   if (use.train) {
     p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, use.actor, trainers(use));
-    LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, p->config_, p->weights_->table(), use.seed, p->actor_->masters()));
+    LOCKSTEP_RETURN_IF_ERROR(p->actor_->load_masters(source.value()));
   } else {
-    // Whole masters are needed once, to round this rank's part of them.
-    Arena masters_arena("masters", kArenaReserve);
-    const std::vector<TensorSpec> whole = tensor_table(p->config_);
-    TensorSet masters = make_tensor_set(whole, masters_arena, [](const TensorSpec&) { return true; });
-    LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, p->config_, whole, use.seed, masters));
-    const ReadBox read = [&](const TensorSpec& spec, const Box& box, TensorView out) {
-      const TensorView from =
-          matrix_view(masters.views[static_cast<size_t>(spec.id)]).slice(box.rows.begin, box.rows.size()).cols(box.columns.begin, box.columns.size());
-      const size_t bytes = static_cast<size_t>(out.dim(1)) * dtype_bytes(out.dtype);
-      for (int64_t r = 0; r < out.rows(); ++r) std::memcpy(out.slice(r, 1).data, from.slice(r, 1).data, bytes);
-      return Status::ok();
-    };
-    LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), read, 0));
+    LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), source.value(), 0));
   }
   if (use.sample) {
     p->state_arena_ = std::make_unique<Arena>("sequence state", kArenaReserve);
@@ -204,7 +193,6 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
 }
 
 Result<std::optional<SyncReceipt>> Policy::publish() {
-  if (actor_) actor_->publish();
   if (!transfer_) return std::optional<SyncReceipt>();
   transfer_->forget();
   Result<SyncReceipt> receipt = transfer_->update(context());
@@ -235,6 +223,7 @@ std::string Policy::memory_report() {
 
 Status Policy::save(const std::string& directory) const {
   LOCKSTEP_RETURN_IF_ERROR(actor_->save(directory));
+  if (ranks_ != nullptr && ranks_->train.rank > 0) return Status::ok();
   LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kConfigFile, model_config_json(config_)));
   return tokenizer_->save(directory);
 }
@@ -254,7 +243,9 @@ Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, c
   const Shard held = use.ranks == nullptr ? whole_shard(policy.config()) : use.ranks->trainer_shard();
   r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, held, *r->arena_);
   r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, use.actor, trainers(use));
-  LOCKSTEP_RETURN_IF_ERROR(fill_masters(options, policy.config(), r->weights_->table(), use.seed, r->actor_->masters()));
+  const Result<ReadBox> source = weight_source(options, policy.config(), use.seed);
+  if (!source) return source.status();
+  LOCKSTEP_RETURN_IF_ERROR(r->actor_->load_masters(source.value()));
   return r;
 }
 

@@ -56,7 +56,7 @@ class Policy {
   uint64_t trainer_checksum() const;                          // XXH64 of the actor's rounded weights
   Engine& engine() { return *engine_; }  // REQUIRES: use.sample
   Actor& actor() { return *actor_; }     // REQUIRES: use.train
-  // All ranks. publish: masters to the actor's weights and on to the sampler's, after make() or load(). sync: after optimizer steps. Both give the
+  // All ranks: the actor's weights to the sampler's. publish: all of them, after make() or load(). sync: what optimizer steps change. Both give the
   // receipt if anything was transferred; an error leaves the sampler as it was.
   Result<std::optional<SyncReceipt>> publish();
   Result<std::optional<SyncReceipt>> sync();
@@ -64,7 +64,8 @@ class Policy {
   // Bytes that memory has reached, for the start and end lines.
   std::string memory_report();
 
-  // Files of a checkpoint directory: masters and optimizer of the actor, config.json, tokenizer. Not atomic: rl/checkpoint.h is.
+  // Files of a checkpoint directory: masters and optimizer of the actor, every rank its own; config.json and the tokenizer from rank 0. Not atomic:
+  // rl/checkpoint.h is.
   Status save(const std::string& directory) const;
   // Masters and optimizer of the actor; the config must be the same. publish() follows.
   Status load(const std::string& directory);
@@ -82,14 +83,14 @@ class Policy {
   Model model_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Actor> actor_;
+  RunGroups* ranks_ = nullptr;
 };
 
 // The frozen initial policy of a KL term: weights of their own, on the same context.
 class ReferencePolicy {
  public:
-  // The same weights that Policy::make starts from. publish() before use, on all ranks.
+  // The same weights that Policy::make starts from.
   static Result<std::unique_ptr<ReferencePolicy>> make(Policy& policy, const PolicyOptions& options, const PolicyUse& use);
-  void publish() { actor_->publish(); }
   std::vector<TokenLogprobs> logprobs(std::span<const TrainSample> samples) { return actor_->logprobs(samples); }
 
  private:

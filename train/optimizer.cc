@@ -6,6 +6,7 @@
 
 #include "core/log.h"
 #include "ops/adamw/adamw.h"
+#include "ops/cast/cast.h"
 #include "train/schedule.h"
 
 namespace lockstep {
@@ -17,26 +18,59 @@ bool is_trained(const TensorSpec& spec, const OptimizerConfig& config) {
 size_t tensor_set_bytes(const std::vector<TensorSpec>& table, const std::function<bool(const TensorSpec&)>& wanted) {
   size_t bytes = 0;
   for (const TensorSpec& spec : table)
-    if (wanted(spec)) bytes += Arena::footprint(static_cast<size_t>(spec.shape.elements()) * sizeof(float));
+    if (spec.held() && wanted(spec)) bytes += Arena::footprint(static_cast<size_t>(spec.shape.elements()) * sizeof(float));
   return bytes;
 }
 
 double clip_coefficient(double norm, double clip_norm) { return clip_norm > 0 ? std::min(1.0, clip_norm / (norm + 1e-6)) : 1.0; }
 
-Optimizer::Optimizer(const std::vector<TensorSpec>& table, const OptimizerConfig& config)
-    : table_(table), config_(config),
-      arena_("optimizer", 2 * tensor_set_bytes(table, [&](const TensorSpec& s) { return is_trained(s, config); }) + 4096) {
-  const auto trained = [&](const TensorSpec& s) { return is_trained(s, config_); };
-  m_ = make_tensor_set(table_, arena_, trained);
-  v_ = make_tensor_set(table_, arena_, trained);
-  square_ = arena_.tensor(DType::f64, {1}, "sum of squares");
-  arena_.seal();
+namespace {
+
+size_t owned_footprint(const Partition& partition) {
+  size_t bytes = Arena::footprint(sizeof(double));
+  for (const Piece& p : partition.own()) bytes += 3 * Arena::footprint(static_cast<size_t>(p.elements.size()) * sizeof(float));
+  return bytes;
+}
+
+}  // namespace
+
+Optimizer::Optimizer(const std::vector<TensorSpec>& table, const OptimizerConfig& config, const Partition& partition, RankGroup* all)
+    : table_(table), config_(config), partition_(partition), all_(all), state_arena_("masters and moments", owned_footprint(partition)),
+      frozen_arena_("frozen masters", tensor_set_bytes(table, [&](const TensorSpec& s) { return !is_trained(s, config); })) {
+  std::vector<bool> owned(table.size());
+  for (const Piece& piece : partition.own()) {
+    const TensorSpec& spec = table_[static_cast<size_t>(piece.id)];
+    CHECK(is_trained(spec, config_), "{} has a gradient but is not trained", spec.name);
+    const TensorView gradient = partition.gradient(piece);
+    const auto zeros = [&] { return state_arena_.zeros(DType::f32, gradient.shape, spec.name); };
+    owned_.push_back({.piece = piece, .gradient = gradient, .master = zeros(), .m = zeros(), .v = zeros()});
+  }
+  square_ = state_arena_.tensor(DType::f64, {1}, "sum of squares");
+  for (const TensorSpec& spec : table_)
+    if (spec.held() && !is_trained(spec, config_)) frozen_.push_back({spec.id, frozen_arena_.zeros(spec.master_dtype(), spec.shape, spec.name)});
+  state_arena_.seal();
+  frozen_arena_.seal();
+}
+
+Status Optimizer::read_masters(const ReadBox& read) const {
+  for (const Owned& o : owned_) LOCKSTEP_RETURN_IF_ERROR(read(table_[static_cast<size_t>(o.piece.id)], o.piece.box, o.master));
+  for (const Frozen& f : frozen_) {
+    const TensorSpec& spec = table_[static_cast<size_t>(f.id)];
+    LOCKSTEP_RETURN_IF_ERROR(read(spec, spec.box, matrix_view(f.master)));
+  }
+  return Status::ok();
+}
+
+void Optimizer::write_rows(Context& c, Weights& weights) const {
+  for (const Owned& o : owned_) {
+    const TensorView rows = matrix_view(weights.rows(o.piece.id));
+    cast(c, rows.slice(o.piece.rows.begin, o.piece.rows.size()), o.master);
+  }
 }
 
 void Optimizer::reset() {
-  for (const TensorSet* set : {&m_, &v_})
-    for (const TensorView& view : set->views)
-      if (!view.empty()) std::memset(view.data, 0, view.bytes());
+  for (const Owned& o : owned_)
+    for (const TensorView& moment : {o.m, o.v}) std::memset(moment.data, 0, moment.bytes());
   set_counters(0, 0);
 }
 
@@ -46,31 +80,30 @@ void Optimizer::set_counters(int64_t steps_applied, int64_t skipped_in_a_row) {
   skipped_in_a_row_ = skipped_in_a_row;
 }
 
-double Optimizer::global_norm(Context& c, const TensorSet& gradients) const {
+double Optimizer::squares(Context& c, const TensorView& gradient) const {
+  sum_squares(c, square_, gradient);
+  return *square_.ptr<double>();
+}
+
+double Optimizer::global_norm(Context& c) const {
   double sum = 0;
-  for (const TensorView& g : gradients.views) {
-    if (g.empty()) continue;
-    sum_squares(c, square_, g);
-    sum += *square_.ptr<double>();
-  }
+  for (const Owned& o : owned_)
+    if (partition_.counts(table_[static_cast<size_t>(o.piece.id)])) sum += squares(c, o.gradient);
+  if (all_ != nullptr) all_->all_reduce(c, TensorView(&sum, DType::f64, {1}), "gradient norm");
   return std::sqrt(sum);
 }
 
-OptimizerStep Optimizer::step(Context& c, TensorSet& masters, const TensorSet& gradients) {
-  CHECK(masters.views.size() == table_.size() && gradients.views.size() == table_.size(),
-        "{} masters and {} gradients of {} tensors", masters.views.size(), gradients.views.size(), table_.size());
-  OptimizerStep result{.grad_norm = global_norm(c, gradients), .lr = learning_rate(config_, steps_applied_)};
+OptimizerStep Optimizer::step(Context& c) {
+  OptimizerStep result{.grad_norm = global_norm(c), .lr = learning_rate(config_, steps_applied_)};
 
   // A sum of squares is finite only if every element is (one so large that its square overflows f32 counts as lost, too).
   if (!std::isfinite(result.grad_norm)) {
     result.skipped = true;
     ++skipped_in_a_row_;
-    for (size_t i = 0; i < table_.size(); ++i) {
-      if (gradients.views[i].empty()) continue;
-      sum_squares(c, square_, gradients.views[i]);
-      if (std::isfinite(*square_.ptr<double>())) continue;
-      log_warn("optimizer: gradient of {} is not finite; step skipped, {} in a row", table_[i].name, skipped_in_a_row_);
-      break;
+    const auto lost = std::find_if(owned_.begin(), owned_.end(), [&](const Owned& o) { return !std::isfinite(squares(c, o.gradient)); });
+    if (lost != owned_.end()) {
+      log_warn("optimizer: gradient of {} is not finite; step skipped, {} in a row", table_[static_cast<size_t>(lost->piece.id)].name,
+               skipped_in_a_row_);
     }
     return result;
   }
@@ -82,11 +115,10 @@ OptimizerStep Optimizer::step(Context& c, TensorSet& masters, const TensorSet& g
   s.bias1 = static_cast<float>(1.0 - std::pow(static_cast<double>(config_.beta1), t));
   s.bias2 = static_cast<float>(1.0 - std::pow(static_cast<double>(config_.beta2), t));
   s.grad_scale = static_cast<float>(clip_coefficient(result.grad_norm, config_.clip_norm));
-  for (size_t i = 0; i < table_.size(); ++i) {
-    if (m_.views[i].empty()) continue;
-    CHECK(!gradients.views[i].empty(), "{} is trained but has no gradient", table_[i].name);
-    s.weight_decay = table_[i].shape.rank > 1 ? config_.weight_decay : 0.0f;  // gains, biases, sinks and scales do not decay
-    adamw(c, masters.views[i], m_.views[i], v_.views[i], gradients.views[i], s);
+  for (const Owned& o : owned_) {
+    // Gains, biases, sinks and scales do not decay.
+    s.weight_decay = table_[static_cast<size_t>(o.piece.id)].shape.rank > 1 ? config_.weight_decay : 0.0f;
+    adamw(c, o.master, o.m, o.v, o.gradient, s);
   }
   return result;
 }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 
 #include "core/rng.h"
@@ -15,7 +16,9 @@ namespace {
 TensorSpec spec(std::string name, Shape shape, TensorRole role, bool indexer = false) {
   TensorSpec s;
   s.name = std::move(name);
-  s.shape = shape;
+  s.shape = s.whole = shape;
+  s.box = whole_box(shape);
+  s.cut = role == TensorRole::expert ? Cut::experts : Cut::none;
   s.role = role;
   s.indexer = indexer;
   return s;
@@ -32,21 +35,42 @@ std::vector<TensorSpec> test_table() {
   return table;
 }
 
+// Gradients of what is trained, in two runs with padding as make_gradients lays them out.
+Gradients make_test_gradients(const std::vector<TensorSpec>& table, const OptimizerConfig& config, Arena& arena) {
+  Gradients g;
+  g.table = table;
+  g.dense = arena.zeros(DType::f32, {160}, "dense");
+  g.experts = arena.zeros(DType::f32, {32}, "experts");
+  int64_t filled[2] = {0, 0};
+  for (const TensorSpec& s : table) {
+    TensorView& view = g.set.views.emplace_back();
+    if (!is_trained(s, config)) continue;
+    const bool expert = s.cut == Cut::experts;
+    view = TensorView((expert ? g.experts : g.dense).ptr<float>() + filled[expert], DType::f32, s.shape);
+    filled[expert] += (s.shape.elements() + 15) / 16 * 16;
+  }
+  return g;
+}
+
 struct Fixture {
-  explicit Fixture(const OptimizerConfig& config) : config(config), optimizer(table, config) {
-    masters = make_tensor_set(table, arena, [](const TensorSpec&) { return true; });
-    gradients = make_tensor_set(table, arena, [&](const TensorSpec& s) { return is_trained(s, config); });
+  explicit Fixture(const OptimizerConfig& config)
+      : config(config), gradients(make_test_gradients(table, config, arena)), partition(gradients, nullptr),
+        optimizer(table, config, partition, nullptr) {
     Philox rng(1, RngPurpose::test);
-    for (const TensorView& v : masters.views)
-      if (v.dtype == DType::f32)
-        for (int64_t i = 0; i < v.shape.elements(); ++i) v.ptr<float>()[i] = 2.0f * rng.uniform() - 1.0f;
+    const Status read = optimizer.read_masters([&](const TensorSpec&, const Box&, TensorView out) {
+      if (out.dtype == DType::f32)
+        for (int64_t i = 0; i < out.shape.elements(); ++i) out.ptr<float>()[i] = 2.0f * rng.uniform() - 1.0f;
+      return Status::ok();
+    });
+    CHECK(read.is_ok(), "{}", read.message());
   }
   void random_gradients(uint64_t seed, float magnitude) {
     Philox rng(seed, RngPurpose::test);
-    for (const TensorView& v : gradients.views)
+    for (const TensorView& v : gradients.set.views)
       for (int64_t i = 0; i < (v.empty() ? 0 : v.shape.elements()); ++i)
         v.ptr<float>()[i] = (2.0f * rng.uniform() - 1.0f) * magnitude;
   }
+  // By id; empty where there are none.
   std::vector<std::vector<float>> values(const TensorSet& set) const {
     std::vector<std::vector<float>> out;
     for (const TensorView& v : set.views)
@@ -54,12 +78,26 @@ struct Fixture {
                                                        : std::vector<float>(v.ptr<float>(), v.ptr<float>() + v.shape.elements()));
     return out;
   }
+  std::vector<std::vector<float>> owned(TensorView Optimizer::Owned::*what) const {
+    TensorSet set;
+    set.views.resize(table.size());
+    for (const Optimizer::Owned& o : optimizer.owned()) set.views[static_cast<size_t>(o.piece.id)] = o.*what;
+    return values(set);
+  }
+  std::vector<std::vector<float>> masters() const {
+    TensorSet set;
+    set.views.resize(table.size());
+    for (const Optimizer::Owned& o : optimizer.owned()) set.views[static_cast<size_t>(o.piece.id)] = o.master;
+    for (const Optimizer::Frozen& m : optimizer.frozen()) set.views[static_cast<size_t>(m.id)] = m.master;
+    return values(set);
+  }
 
   const OptimizerConfig config;
   const std::vector<TensorSpec> table = test_table();
   CpuContext context{2, 1 << 20};
   Arena arena{"test", 1 << 20};
-  TensorSet masters, gradients;
+  Gradients gradients;
+  Partition partition;
   Optimizer optimizer;
 };
 
@@ -73,8 +111,8 @@ TEST(Optimizer, FrozenTensorsHaveNoMoments) {
                                       false, false, false, true};  // the indexer never: no gradient reaches it
     for (size_t i = 0; i < wanted.size(); ++i) {
       EXPECT_EQ(is_trained(f.table[i], config), wanted[i]) << f.table[i].name;
-      EXPECT_EQ(!f.optimizer.first_moments().views[i].empty(), wanted[i]) << f.table[i].name;
-      EXPECT_EQ(!f.optimizer.second_moments().views[i].empty(), wanted[i]) << f.table[i].name;
+      EXPECT_EQ(!f.owned(&Optimizer::Owned::m)[i].empty(), wanted[i]) << f.table[i].name;
+      EXPECT_EQ(!f.owned(&Optimizer::Owned::v)[i].empty(), wanted[i]) << f.table[i].name;
     }
   }
 }
@@ -100,7 +138,7 @@ TEST(Optimizer, MatchesTheFormulas) {
   config.warmup_steps = 3;
   Fixture f(config);
   std::vector<std::vector<double>> w, m, v;
-  for (const auto& x : f.values(f.masters)) {
+  for (const auto& x : f.masters()) {
     w.emplace_back(x.begin(), x.end());
     m.emplace_back(x.size(), 0.0);
     v.emplace_back(x.size(), 0.0);
@@ -108,7 +146,7 @@ TEST(Optimizer, MatchesTheFormulas) {
   bool clipped = false, unclipped = false;
   for (int step = 1; step <= 10; ++step) {
     f.random_gradients(static_cast<uint64_t>(step), step % 2 == 0 ? 2.0f : 0.05f);
-    const auto g = f.values(f.gradients);
+    const auto g = f.values(f.gradients.set);
     double norm = 0;
     for (const auto& t : g)
       for (float x : t) norm += static_cast<double>(x) * x;
@@ -124,14 +162,14 @@ TEST(Optimizer, MatchesTheFormulas) {
         w[i][k] -= lr * decay * w[i][k] +
                    lr * (m[i][k] / (1 - std::pow(b1, step))) / (std::sqrt(v[i][k] / (1 - std::pow(b2, step))) + config.eps);
       }
-    const OptimizerStep s = f.optimizer.step(f.context, f.masters, f.gradients);
+    const OptimizerStep s = f.optimizer.step(f.context);
     EXPECT_FALSE(s.skipped);
     EXPECT_NEAR(s.grad_norm, norm, 1e-6 * norm);
     EXPECT_NEAR(s.lr, lr, 1e-12);
     EXPECT_EQ(f.optimizer.steps_applied(), step);
   }
   EXPECT_TRUE(clipped && unclipped);
-  const auto got = f.values(f.masters);
+  const auto got = f.masters();
   for (size_t i = 0; i < got.size(); ++i)
     for (size_t k = 0; k < got[i].size(); ++k) EXPECT_NEAR(got[i][k], w[i][k], 1e-6) << f.table[i].name << " " << k;
 }
@@ -141,9 +179,9 @@ TEST(Optimizer, NoDecayOnVectorsAndNothingOnFrozenTensors) {
   config.lr = 0.5f;
   config.weight_decay = 0.5f;
   Fixture f(config);  // gradients are zero: decay alone moves weights
-  const auto before = f.values(f.masters);
-  f.optimizer.step(f.context, f.masters, f.gradients);
-  const auto after = f.values(f.masters);
+  const auto before = f.masters();
+  f.optimizer.step(f.context);
+  const auto after = f.masters();
   for (size_t i = 0; i < before.size(); ++i) {
     const bool decays = is_trained(f.table[i], config) && f.table[i].shape.rank > 1;
     for (size_t k = 0; k < before[i].size(); ++k)
@@ -159,47 +197,84 @@ TEST(Optimizer, LostStepChangesNothingAndDoesNotAdvanceTheSchedule) {
     Fixture f(config), clean(config);
     f.random_gradients(1, 0.1f);
     clean.random_gradients(1, 0.1f);
-    const OptimizerStep first = f.optimizer.step(f.context, f.masters, f.gradients);
-    clean.optimizer.step(clean.context, clean.masters, clean.gradients);
-    const auto masters = f.values(f.masters), m = f.values(f.optimizer.first_moments()),
-               v = f.values(f.optimizer.second_moments());
-    f.gradients.views[2].ptr<float>()[5] = bad;
+    const OptimizerStep first = f.optimizer.step(f.context);
+    clean.optimizer.step(clean.context);
+    const auto masters = f.masters(), m = f.owned(&Optimizer::Owned::m),
+               v = f.owned(&Optimizer::Owned::v);
+    f.gradients.set.views[2].ptr<float>()[5] = bad;
     for (int n = 1; n <= 2; ++n) {
-      const OptimizerStep lost = f.optimizer.step(f.context, f.masters, f.gradients);
+      const OptimizerStep lost = f.optimizer.step(f.context);
       EXPECT_TRUE(lost.skipped);
       EXPECT_FALSE(std::isfinite(lost.grad_norm));
       EXPECT_EQ(f.optimizer.skipped_in_a_row(), n);
       EXPECT_EQ(f.optimizer.steps_applied(), 1);
     }
-    EXPECT_EQ(f.values(f.masters), masters);
-    EXPECT_EQ(f.values(f.optimizer.first_moments()), m);
-    EXPECT_EQ(f.values(f.optimizer.second_moments()), v);
+    EXPECT_EQ(f.masters(), masters);
+    EXPECT_EQ(f.owned(&Optimizer::Owned::m), m);
+    EXPECT_EQ(f.owned(&Optimizer::Owned::v), v);
     // The next good step is what it would have been without the lost ones.
     f.random_gradients(2, 0.1f);
     clean.random_gradients(2, 0.1f);
-    const OptimizerStep second = f.optimizer.step(f.context, f.masters, f.gradients);
-    clean.optimizer.step(clean.context, clean.masters, clean.gradients);
+    const OptimizerStep second = f.optimizer.step(f.context);
+    clean.optimizer.step(clean.context);
     EXPECT_EQ(second.lr, 2 * first.lr);
     EXPECT_EQ(f.optimizer.skipped_in_a_row(), 0);
-    EXPECT_EQ(f.values(f.masters), clean.values(clean.masters));
+    EXPECT_EQ(f.masters(), clean.masters());
   }
 }
 
 TEST(Optimizer, NormCountsEveryTensorOnce) {
   Fixture f({});
   double squares = 0;
-  for (const TensorView& g : f.gradients.views) {
+  for (const TensorView& g : f.gradients.set.views) {
     if (g.empty()) continue;
     g.ptr<float>()[0] = 3.0f;
     squares += 9;
   }
-  EXPECT_EQ(f.optimizer.global_norm(f.context, f.gradients), std::sqrt(squares));
+  EXPECT_EQ(f.optimizer.global_norm(f.context), std::sqrt(squares));
 }
 
-TEST(OptimizerDeath, MissingGradientNamesItsTensor) {
-  Fixture f({});
-  f.gradients.views[1] = TensorView();
-  EXPECT_DEATH(f.optimizer.step(f.context, f.masters, f.gradients), "norm is trained but has no gradient");
+TEST(OptimizerDeath, AGradientOfAFrozenTensorNamesIt) {
+  OptimizerConfig thawed, frozen;
+  thawed.freeze_router = false;
+  Fixture f(thawed);
+  EXPECT_DEATH(Optimizer(f.table, frozen, f.partition, nullptr), "gate has a gradient but is not trained");
+}
+
+// For any number of parts: pieces cover every number of a run once, in order, as boxes; parts differ from equal ones by half a row at most.
+TEST(Partition, PiecesCoverTheRunOnce) {
+  OptimizerConfig config;
+  config.freeze_router = false;
+  Fixture f(config);
+  for (int parts = 1; parts <= 40; ++parts) {
+    for (const TensorView& run : {f.gradients.dense, f.gradients.experts}) {
+      const CutRun cut = cut_run(f.table, f.gradients.set, run, parts);
+      ASSERT_EQ(cut.parts.size(), static_cast<size_t>(parts));
+      std::vector<std::vector<int>> seen;  // by tensor and element
+      for (const TensorSpec& s : f.table) seen.emplace_back(static_cast<size_t>(s.shape.elements()), 0);
+      int64_t end = 0;
+      for (int p = 0; p < parts; ++p) {
+        const Range part = cut.parts[static_cast<size_t>(p)];
+        EXPECT_EQ(part.begin, end);
+        end = part.end;
+        EXPECT_LE(std::abs(part.end - part_of(run.rows(), parts, p).end), 4) << "rows have 7 numbers at most";
+        for (const Piece& piece : cut.pieces[static_cast<size_t>(p)]) {
+          const TensorSpec& s = f.table[static_cast<size_t>(piece.id)];
+          const int64_t columns = whole_box(s.shape).columns.size();
+          EXPECT_EQ(piece.box, (Box{piece.rows, {0, columns}}));
+          EXPECT_EQ(piece.elements, (Range{piece.rows.begin * columns, piece.rows.end * columns}));
+          EXPECT_TRUE(piece.flat.begin >= part.begin && piece.flat.end <= part.end);
+          EXPECT_EQ(run.ptr<float>() + piece.flat.begin, f.gradients.set.views[static_cast<size_t>(piece.id)].ptr<float>() + piece.elements.begin);
+          for (int64_t i = piece.elements.begin; i < piece.elements.end; ++i) ++seen[static_cast<size_t>(piece.id)][static_cast<size_t>(i)];
+        }
+      }
+      EXPECT_EQ(end, run.rows());
+      for (const TensorSpec& s : f.table) {
+        const bool here = is_trained(s, config) && (s.cut == Cut::experts) == (run.data == f.gradients.experts.data);
+        for (const int times : seen[static_cast<size_t>(s.id)]) EXPECT_EQ(times, here ? 1 : 0) << s.name << ", " << parts;
+      }
+    }
+  }
 }
 
 }  // namespace

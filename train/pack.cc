@@ -51,4 +51,29 @@ std::vector<int32_t> canonical_order(std::span<const TrainSample> samples) {
   return order;
 }
 
+Work plan_work(std::span<const TrainSample> samples, std::span<const int32_t> chosen, int parts, int part, int64_t max_rows) {
+  const auto lengths = [&](std::span<const int32_t> places) {
+    std::vector<int64_t> rows;
+    rows.reserve(places.size());
+    for (const int32_t i : places) rows.push_back(trained_rows(samples[i]));
+    return rows;
+  };
+  Work work;
+  work.shares = share_out(lengths(chosen), parts);
+  size_t most = 0;
+  for (int p = 0; p < parts; ++p) {
+    std::vector<int32_t>& share = work.shares[static_cast<size_t>(p)];
+    for (int32_t& i : share) i = chosen[i];
+    std::vector<MicroBatch> packed = pack(lengths(share), max_rows);
+    work.total += static_cast<int64_t>(packed.size());
+    most = std::max(most, packed.size());
+    if (p != part) continue;
+    for (MicroBatch& m : packed)
+      for (int32_t& i : m.samples) i = share[i];
+    work.micro_batches = std::move(packed);
+  }
+  work.micro_batches.resize(most);
+  return work;
+}
+
 }  // namespace lockstep

@@ -29,4 +29,13 @@ std::vector<std::vector<int32_t>> share_out(std::span<const int64_t> rows, int p
 // Places of `samples` in canonical order: ascending index, equal ones by place.
 std::vector<int32_t> canonical_order(std::span<const TrainSample> samples);
 
+// One call's micro-batches.
+struct Work {
+  std::vector<std::vector<int32_t>> shares;  // by part: places of samples, in the order of `chosen`
+  std::vector<MicroBatch> micro_batches;     // of this part; those beyond its own, up to as many as any part has, are empty
+  int64_t total = 0;                         // of all parts, without empty ones
+};
+// `chosen` places of `samples` cut for `parts` that work side by side, as part `part` sees it.
+Work plan_work(std::span<const TrainSample> samples, std::span<const int32_t> chosen, int parts, int part, int64_t max_rows);
+
 }  // namespace lockstep

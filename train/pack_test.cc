@@ -104,5 +104,41 @@ TEST(Pack, CanonicalOrderIsByIndexThenPlace) {
   EXPECT_EQ(canonical_order(samples), (std::vector<int32_t>{3, 1, 0, 2}));
 }
 
+// Every part sees the same shares and as many micro-batches; together they hold each chosen sample once.
+TEST(PlanWork, PartsAgreeAndCoverWhatWasChosen) {
+  std::vector<TrainSample> samples(9);
+  for (size_t i = 0; i < samples.size(); ++i) samples[i].tokens.resize(2 + (i * 7) % 13);
+  for (const std::vector<int32_t>& chosen : {std::vector<int32_t>{}, {3}, {8, 1, 5}, {0, 1, 2, 4, 5, 6, 7, 8}}) {
+    for (int parts = 1; parts <= 5; ++parts) {
+      std::vector<int32_t> seen;
+      int64_t total = 0;
+      const Work first = plan_work(samples, chosen, parts, 0, 12);
+      for (int p = 0; p < parts; ++p) {
+        const Work work = plan_work(samples, chosen, parts, p, 12);
+        EXPECT_EQ(work.shares, first.shares);
+        EXPECT_EQ(work.micro_batches.size(), first.micro_batches.size());
+        std::vector<int32_t> own;
+        for (const MicroBatch& m : work.micro_batches) {
+          own.insert(own.end(), m.samples.begin(), m.samples.end());
+          total += !m.samples.empty();
+          int64_t rows = 0;
+          for (const int32_t i : m.samples) rows += trained_rows(samples[static_cast<size_t>(i)]);
+          EXPECT_EQ(m.rows, rows);
+        }
+        std::vector<int32_t> share = work.shares[static_cast<size_t>(p)];
+        std::sort(own.begin(), own.end());
+        std::sort(share.begin(), share.end());
+        EXPECT_EQ(own, share);
+        seen.insert(seen.end(), own.begin(), own.end());
+      }
+      EXPECT_EQ(first.total, total);
+      std::sort(seen.begin(), seen.end());
+      std::vector<int32_t> wanted = chosen;
+      std::sort(wanted.begin(), wanted.end());
+      EXPECT_EQ(seen, wanted);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

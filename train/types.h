@@ -1,5 +1,5 @@
 #pragma once
-// What the actor takes. Belongs to this room alone; rl/ converts.
+// What the actor takes and gives. Belongs to this room alone; rl/ converts.
 
 #include <cstdint>
 #include <string>
@@ -18,6 +18,10 @@ struct TrainSample {
   std::vector<float> old_logprob, rollout_logprob, ref_logprob;  // [R]; empty where not used
   float temperature = 1.0f;
   int64_t response_length() const { return static_cast<int64_t>(tokens.size()) - prompt_length; }
+};
+
+struct TokenLogprobs {
+  std::vector<float> logprob, entropy;  // [R] of one sample
 };
 
 enum class LossKind : uint8_t { policy, sft };
