@@ -53,7 +53,7 @@ ReadBox weights_of(const ModelConfig& config, uint64_t seed, Routing routing, co
 // One shard of the model and what it computes. The whole of it when `ep` is null.
 struct Stack {
   Arena arena{"stack", size_t{1} << 30}, step{"step", size_t{1} << 30};
-  CpuContext c{2, size_t{1} << 30};
+  CpuContext c{1, size_t{1} << 30};
   std::unique_ptr<Weights> weights;
   Model model;
   std::unique_ptr<StatePool> state;
@@ -325,7 +325,7 @@ TEST_P(ExpertParallel, WorkspaceIsWhatTheHeaderSays) {
         const int32_t last = static_cast<int32_t>(config.num_experts - 1);
         LayerRun run(quiet, T, 7, [&](int64_t i) { return routing == Routing::drawn ? static_cast<int32_t>(i % config.num_experts) : last; });
         // What the ops take for a full round, on a context of their own.
-        CpuContext ops(2, size_t{1} << 30);
+        CpuContext ops(1, size_t{1} << 30);
         const int64_t C = size * kRows, D = config.hidden_size, I = config.expert_dim;
         const int64_t own = s.weights->shard().experts.size();
         testing::Tensor x(dtype, {C, D}), rho(DType::f32, {C}), y(dtype, {C, D}), g(dtype, {C, I}), up(dtype, {C, I}), a(dtype, {C, I});
@@ -335,7 +335,7 @@ TEST_P(ExpertParallel, WorkspaceIsWhatTheHeaderSays) {
         experts_backward(ops, s.model, 0, drows, drho, {x, rho, g, up, offsets}, {a, dg, du}, quiet.gradients.tensors.layers[0]);
         const size_t scratch = ops.workspace().high_bytes();
 
-        CpuContext keeps(2, size_t{1} << 30), passes(2, size_t{1} << 30), back(2, size_t{1} << 30);
+        CpuContext keeps(1, size_t{1} << 30), passes(1, size_t{1} << 30), back(1, size_t{1} << 30);
         SavedMoe unkept = run.saved;
         exchange_forward(passes, s.model, 0, run.rows, run.u, run.rho, unkept, passes.workspace());
         const testing::Tensor rows = testing::to_dtype(run.rows, dtype);
