@@ -317,19 +317,17 @@ TEST_P(ActorLayout, RepeatsToTheBit) {
 
 TEST_P(ActorLayout, RanksOwnEqualPartsOfMastersAndMoments) {
   Trainer one = alone(Numerics::f32), many = together(Numerics::f32);
-  int64_t own = 0, stage = 0;
-  const auto count = [&](const BoxView& b) { own += 4 * b.values.shape.elements(); };
-  for (const Owned what : {Owned::gradients, Owned::first_moments, Owned::second_moments}) many.actor.visit_owned(what, count);
-  // What is not numbers is the arena's rounding to cache lines, for each piece.
-  EXPECT_LE(own, static_cast<int64_t>(many.actor.owned_bytes()));
-  int64_t sums[2] = {own, static_cast<int64_t>(many.actor.owned_bytes())};
-  groups->dp.all_reduce(std::span(sums), Reduction::sum, "owned");
-  stage = sums[0];
-  constexpr int64_t kRow = 3 * 4 * 4 * 32 * 2;  // of three numbers each, the longest row of this model at either end
-  EXPECT_NEAR(static_cast<double>(own), static_cast<double>(stage) / groups->dp.size(), kRow);
-  int64_t all = static_cast<int64_t>(many.actor.owned_bytes());
+  const auto own = static_cast<int64_t>(many.actor.owned_bytes()), whole = static_cast<int64_t>(one.actor.owned_bytes());
+  int64_t dp = own, all = own;
+  groups->dp.all_reduce(std::span(&dp, 1), Reduction::sum, "owned");
   world->all().all_reduce(std::span(&all, 1), Reduction::sum, "owned");
-  EXPECT_NEAR(static_cast<double>(all), static_cast<double>(one.actor.owned_bytes()), 0.05 * static_cast<double>(one.actor.owned_bytes()));
+  // Three numbers each: a row of the longest at either end, and what the arena rounds up for each of some hundred pieces of this small model.
+  constexpr int64_t kSlack = 3 * (2 * 4 * 4 * 32 + 100 * 64);
+  EXPECT_NEAR(static_cast<double>(own), static_cast<double>(dp) / groups->dp.size(), kSlack);
+  EXPECT_LE(own, whole / groups->dp.size() + kSlack);
+  // Together the model once, or with tp what it replicates once for each index.
+  EXPECT_GE(all, whole);
+  EXPECT_LE(all, groups->tp.size() * whole + world->size() * kSlack);
 }
 
 TEST_P(ActorLayout, SavesForAnyLayout) {
