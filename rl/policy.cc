@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <thread>
 
@@ -29,11 +28,6 @@ constexpr const char* kRandom = "random";
 bool is_directory(const std::string& path) {
   std::error_code error;
   return fs::is_directory(path, error);
-}
-
-bool exists(const std::string& path) {
-  std::error_code error;
-  return fs::exists(path, error);
 }
 
 int num_threads(int asked) {

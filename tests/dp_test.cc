@@ -176,6 +176,30 @@ TEST_F(DataParallel, TheSamplersLayoutChangesNothing) {
   }
 }
 
+// Trainer and sampler both cut: the weights must travel. The first step's samples are drawn from the weights of the start, so they are those of
+// one rank alone; later ones follow gradients that were added in another order, but their log-probs agree as ever.
+TEST_F(DataParallel, WeightsFollowBetweenAnyTwoLayouts) {
+  LoopConfig config = loop_config("alone", 2);
+  if (first()) run(config, false, nullptr);
+  const ModelConfig model = find_model_config(config.model).value();
+  const LayoutLimits limits{.ranks = world->size(), .layers = model.num_layers(), .experts = model.num_experts, .output_groups = model.o_groups};
+  for (const Layout& layout : possible_layouts(limits)) {
+    if (layout.tp * layout.pp * layout.ep == 1) continue;
+    SCOPED_TRACE(layout.str());
+    config.run.dir = path(fmt::format("tp{}_pp{}_ep{}", layout.tp, layout.pp, layout.ep));
+    config.parallel = {.tp = layout.tp, .pp = layout.pp, .ep = layout.ep};
+    config.parallel.rollout_tp = layout.tp == 2 ? 1 : 2;
+    config.parallel.rollout_ep = layout.ep > 1 ? 1 : world->size() / static_cast<int>(config.parallel.rollout_tp);
+    const LoopReport report = run(config, false, world);
+    EXPECT_EQ(report.last_step, 2);
+    EXPECT_GT(report.compared_tokens, 0);
+    EXPECT_EQ(report.max_gap, 0);
+    if (!first()) continue;
+    EXPECT_TRUE(contents(config.run.dir + "/rollouts/step_000001.jsonl") == contents(path("alone/rollouts/step_000001.jsonl")));
+    EXPECT_TRUE(fs::exists(config.run.dir + "/sync.jsonl"));
+  }
+}
+
 TEST_F(DataParallel, AnErrorOfOneRankIsAnErrorOfAll) {
   LoopConfig config = loop_config("run", 1);
   const int last = world->size() - 1;
