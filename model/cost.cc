@@ -8,8 +8,6 @@ namespace lockstep {
 
 namespace {
 
-int64_t expert_parameters(const ModelConfig& m) { return 3 * m.expert_dim * m.hidden_size; }
-
 // Parameters of one layer that every token meets, and those of it that carry no matrix product are few: all count as one multiply-add.
 int64_t active_layer_parameters(const ModelConfig& m, const std::vector<TensorSpec>& table, int64_t layer) {
   int64_t n = 0;
