@@ -24,6 +24,7 @@ constexpr const char* kLockFile = "run.lock";
 constexpr const char* kMarker = "COMPLETE";
 constexpr const char* kRollouts = "rollouts";
 constexpr const char* kEvals = "evals";  // whoever evaluates writes there
+constexpr const char* kRolloutLog = "rollout_log";  // ranks make it when they need it
 constexpr const char* kCheckpoints = "checkpoints";
 
 // The names in a directory, sorted; none if it does not exist.
@@ -119,6 +120,8 @@ std::string step_name(int64_t step) {
   return fmt::format("step_{:06}", step);
 }
 
+std::string rollout_log_path(const std::string& run, int64_t step) { return fmt::format("{}/{}/{}", run, kRolloutLog, step_name(step)); }
+
 Result<std::vector<Checkpoint>> complete_checkpoints(const std::string& run) {
   const std::string directory = run + "/" + kCheckpoints;
   Result<std::vector<std::string>> names = list_directory(directory);
@@ -156,6 +159,7 @@ Result<RunDir> RunDir::open(const std::string& path, Mode mode) {
     const Result<bool> begun = has_begun(path);
     if (!begun) return begun.status();
     if (begun.value()) return errorf("{} already holds a run; resume it, or name a new directory", path);
+    LOCKSTEP_RETURN_IF_ERROR(remove_tree(path + "/" + kRolloutLog));
   }
   for (const char* name : {kRollouts, kCheckpoints}) LOCKSTEP_RETURN_IF_ERROR(make_directories(path + "/" + name));
   LOCKSTEP_RETURN_IF_ERROR(remove_temporaries(path));
@@ -211,7 +215,25 @@ Status RunDir::finish_checkpoint(int64_t step) {
   unsynced_.clear();
   LOCKSTEP_RETURN_IF_ERROR(sync_directory(path_ + "/" + kRollouts));
   if (::fsync(metrics_.get()) != 0) return errno_status("cannot sync", metrics_path(), errno);
-  return atomic_write(path + "/" + kMarker, "");
+  LOCKSTEP_RETURN_IF_ERROR(atomic_write(path + "/" + kMarker, ""));
+  return drop_rollout_logs(step).status();
+}
+
+Result<int64_t> RunDir::drop_rollout_logs(int64_t step) {
+  int64_t last = -1;
+  const std::string directory = path_ + "/" + kRolloutLog;
+  Result<std::vector<std::string>> names = list_directory(directory);
+  if (!names) return names.status();
+  for (const std::string& name : names.value()) {
+    const std::optional<int64_t> logged = parse_step(name, "");
+    if (!logged) continue;
+    if (*logged > step) {
+      last = std::max(last, *logged);
+    } else {
+      LOCKSTEP_RETURN_IF_ERROR(remove_tree(directory + "/" + name));
+    }
+  }
+  return last;
 }
 
 Result<RunDir::Truncation> RunDir::truncate_after(int64_t step) {
@@ -265,6 +287,9 @@ Result<RunDir::Truncation> RunDir::truncate_after(int64_t step) {
     LOCKSTEP_RETURN_IF_ERROR(remove_tree(directory));
     ++result.checkpoints_dropped;
   }
+  Result<int64_t> logged = drop_rollout_logs(step);
+  if (!logged) return logged.status();
+  result.last_logged_step = logged.value();
   return result;
 }
 

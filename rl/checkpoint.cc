@@ -141,7 +141,8 @@ Status check_checkpoint(const std::string& directory) {
 }
 
 Result<RunDir> open_run(const std::string& path, bool resume, const std::string& resolved, Policy& policy, RunState& state,
-                        const Hooks& hooks) {
+                        const Hooks& hooks, int64_t* last_logged_step) {
+  if (last_logged_step != nullptr) *last_logged_step = -1;
   Result<RunDir> opened = RunDir::open(path, resume ? RunDir::Mode::resume : RunDir::Mode::start);
   if (!opened) return opened.status();
   RunDir dir = opened.take();
@@ -177,6 +178,7 @@ Result<RunDir> open_run(const std::string& path, bool resume, const std::string&
     }
     Result<RunDir::Truncation> cut = dir.truncate_after(newest.value() ? state.step : -1);
     if (!cut) return cut.status();
+    if (last_logged_step != nullptr) *last_logged_step = cut.value().last_logged_step;
     if (newest.value() && state.step > 0 && cut.value().last_metrics_step != state.step) {
       hooks.say(fmt::format("{} does not reach step {}: it was changed after the checkpoint was written, and stays incomplete",
                             dir.metrics_path(), state.step));

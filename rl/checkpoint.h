@@ -37,9 +37,9 @@ Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const 
 
 // Opens `path` for writing. A fresh run must find no run there. On resume the policy and `state` become those of the newest
 // complete checkpoint, and what the run wrote after it is dropped; without a checkpoint the run begins again. `state` comes in as
-// a fresh run's.
+// a fresh run's. *last_logged_step, if asked for, is the last step of which a rollout log is there, or -1.
 Result<RunDir> open_run(const std::string& path, bool resume, const std::string& resolved, Policy& policy, RunState& state,
-                        const Hooks& hooks);
+                        const Hooks& hooks, int64_t* last_logged_step = nullptr);
 
 // What open_run did, on a rank that does not write: `checkpoint` and `state_json` are what the writing rank resumed from, the
 // first empty if from nothing.

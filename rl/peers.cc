@@ -15,25 +15,36 @@ namespace lockstep {
 
 namespace {
 
-// Completions as words: number of tokens, reason, tokens, log-probs, versions. Whose one is follows from its place.
+// Completions as words: prompt id (low half, high half), sample index, reason, number of tokens, tokens, log-probs, versions.
 void append_words(std::vector<int32_t>& words, const Completion& c) {
-  words.push_back(static_cast<int32_t>(c.tokens.size()));
+  words.push_back(static_cast<int32_t>(static_cast<uint32_t>(c.prompt_id)));
+  words.push_back(static_cast<int32_t>(static_cast<uint32_t>(c.prompt_id >> 32)));
+  words.push_back(c.sample_idx);
   words.push_back(static_cast<int32_t>(c.reason));
+  words.push_back(static_cast<int32_t>(c.tokens.size()));
   words.insert(words.end(), c.tokens.begin(), c.tokens.end());
   for (const float l : c.logprobs) words.push_back(std::bit_cast<int32_t>(l));
   words.insert(words.end(), c.versions.begin(), c.versions.end());
 }
 
-const int32_t* read_words(const int32_t* at, Completion* c) {
-  const auto n = static_cast<size_t>(*at++);
-  c->reason = static_cast<FinishReason>(*at++);
-  c->tokens.assign(at, at + n);
-  at += n;
-  c->logprobs.resize(n);
-  std::memcpy(c->logprobs.data(), at, n * sizeof(float));
-  at += n;
-  c->versions.assign(at, at + n);
-  return at + n;
+std::vector<Completion> read_words(std::span<const int32_t> words) {
+  std::vector<Completion> completions;
+  for (const int32_t* at = words.data(); at < words.data() + words.size();) {
+    Completion& c = completions.emplace_back();
+    const uint64_t low = static_cast<uint32_t>(*at++), high = static_cast<uint32_t>(*at++);
+    c.prompt_id = low | high << 32;
+    c.sample_idx = *at++;
+    c.reason = static_cast<FinishReason>(*at++);
+    const auto n = static_cast<size_t>(*at++);
+    c.tokens.assign(at, at + n);
+    at += n;
+    c.logprobs.resize(n);
+    std::memcpy(c.logprobs.data(), at, n * sizeof(float));
+    at += n;
+    c.versions.assign(at, at + n);
+    at += n;
+  }
+  return completions;
 }
 
 }  // namespace
@@ -61,10 +72,10 @@ int Peers::threads(int64_t asked) const {
 }
 
 Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
-                                           const std::string& label) const {
+                                           const std::string& label, const OnFinished& on_finished) const {
   const Range own = part_of(static_cast<int64_t>(requests.size()), size(), rank());
   const auto share = requests.subspan(static_cast<size_t>(own.begin), static_cast<size_t>(own.size()));
-  Result<std::vector<Completion>> mine = run_requests(engine, share, hooks, label);
+  Result<std::vector<Completion>> mine = run_requests(engine, share, hooks, label, on_finished);
   if (alone()) return mine;
   LOCKSTEP_RETURN_IF_ERROR(agree(mine.status(), "rollout"));
 
@@ -78,18 +89,19 @@ Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span
   world_->all().all_gather(c, TensorView(all.data(), DType::i32, {total}), TensorView(words.data(), DType::i32, {count}), counts,
                            "completions");
 
-  std::vector<Completion> completions;
-  const int32_t* at = all.data();
-  for (const Request& r : requests) {
-    for (int32_t s = 0; s < r.num_samples; ++s) {
-      Completion& done = completions.emplace_back();
-      done.prompt_id = r.prompt_id;
-      done.sample_idx = r.first_sample + s;
-      at = read_words(at, &done);
-    }
-  }
-  CHECK(at == all.data() + total, "{} words of completions, {} were read", total, at - all.data());
-  return completions;
+  return read_words(all);
+}
+
+void Peers::broadcast(std::vector<Completion>& completions, const char* what) const {
+  if (alone()) return;
+  std::vector<int32_t> words;
+  if (first())
+    for (const Completion& c : completions) append_words(words, c);
+  std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int32_t));
+  world_->all().broadcast(&bytes, 0, what);
+  words.resize(bytes.size() / sizeof(int32_t));
+  std::memcpy(words.data(), bytes.data(), bytes.size());
+  completions = read_words(words);
 }
 
 Result<std::vector<RewardResult>> Peers::grade(Judge& judge, std::span<const GradeRow> rows) const {

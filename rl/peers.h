@@ -14,6 +14,7 @@
 #include "parallel/collective.h"
 #include "rl/grader/judge.h"
 #include "rl/hooks.h"
+#include "rl/sampling.h"
 #include "rollout/engine.h"
 
 namespace lockstep {
@@ -36,11 +37,13 @@ class Peers {
   // CPU threads for this rank, of `asked`; 0 asks for one a core, of which the ranks of a host get equal parts.
   int threads(int64_t asked) const;
   // As run_requests, whose completions do not depend on what else an engine does: every rank runs its contiguous part of
-  // `requests`, which are by ascending prompt id, and all get all completions.
+  // `requests`, which are by ascending prompt id, and all get all completions. on_finished hears of this rank's.
   Result<std::vector<Completion>> run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
-                                      const std::string& label) const;
+                                      const std::string& label, const OnFinished& on_finished = {}) const;
   // The verdicts on `rows`, which all ranks have. A judge that is not pure is asked by rank 0, so that all see the same.
   Result<std::vector<RewardResult>> grade(Judge& judge, std::span<const GradeRow> rows) const;
+  // Those of rank 0, to all.
+  void broadcast(std::vector<Completion>& completions, const char* what) const;
 
  private:
   RankWorld* world_ = nullptr;

@@ -2,6 +2,7 @@
 // Requests to completions: drives the engine until all are finished. Completions to trajectories: here the engine's words become
 // the loop's.
 
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,9 +14,13 @@
 
 namespace lockstep {
 
-// Ordered by (prompt id, sample index), whatever the order of finishing was. The engine must be idle before, and is after.
+// Called with the completions that finished together, before anyone else hears of them.
+using OnFinished = std::function<Status(std::span<const Completion>)>;
+
+// Ordered by (prompt id, sample index), whatever the order of finishing was. The engine must be idle before, and is after. An error of
+// on_finished is returned once all requests are done: other ranks may be taking part in each step of the engine.
 Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks,
-                                             const std::string& label);
+                                             const std::string& label, const OnFinished& on_finished = {});
 
 // Everything is trained until a later stage says otherwise. A record that breaks a rule of check_trajectory comes back as failed.
 Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, int64_t samples_per_prompt,

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <set>
 
 #include <unistd.h>
@@ -122,6 +123,54 @@ TEST_F(DataParallel, RunsRepeatAndResumeToTheBit) {
   fewer.run.dir = path("fewer");
   fewer.run.steps = 4;
   EXPECT_EQ(run(fewer, true, nullptr).first_step, 3);
+  EXPECT_TRUE(contents(path("fewer/rollouts/step_000004.jsonl")) == contents(path("straight/rollouts/step_000004.jsonl")));
+}
+
+// A run that fails in a step leaves what it had finished to whoever resumes it, however many ranks these are.
+TEST_F(DataParallel, FinishedRolloutsAreTakenFromEveryRanksLog) {
+  LoopConfig config = loop_config("straight", 6);
+  config.run.checkpoint_every = 3;
+  config.rollout.prompts_per_step = 3;
+  const int64_t a_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
+  EXPECT_EQ(run(config, false, world).samples_drawn, 6 * a_step);
+
+  config.run.dir = path("broken");
+  Hooks hooks;
+  hooks.line = [&](const std::string& text) {  // the records of step 5 will find a directory in their place
+    if (first() && text.starts_with("step 4/6")) fs::create_directories(path("broken/rollouts/step_000005.jsonl/x"));
+  };
+  const Result<LoopReport> broken = run_loop(config, false, hooks, world);
+  ASSERT_FALSE(broken.is_ok());
+  EXPECT_NE(broken.message().find("step_000005.jsonl"), std::string::npos) << broken.message();
+  if (first()) {
+    EXPECT_FALSE(fs::exists(rollout_log_path(path("broken"), 3)));
+    int logs = 0;
+    for (const auto& entry : fs::directory_iterator(rollout_log_path(path("broken"), 5))) logs += entry.path().extension() == ".jsonl";
+    EXPECT_EQ(logs, std::min<int64_t>(world->size(), config.rollout.prompts_per_step)) << "ranks without a prompt write none";
+    fs::remove_all(path("broken/rollouts/step_000005.jsonl"));
+    // Of one rank's samples of step 5 all but the first two are lost.
+    const std::string file = rollout_log_path(path("broken"), 5) + "/rank_0.jsonl";
+    std::string text = contents(file);
+    size_t end = 0;
+    for (int lines = 0; lines < 4; ++lines) end = text.find('\n', end) + 1;  // an empty one and the header before them
+    std::ofstream(file) << text.substr(0, end + 7);
+    fs::copy(path("broken"), path("fewer"), fs::copy_options::recursive);
+  }
+  const int64_t lost = part_of(config.rollout.prompts_per_step, world->size(), 0).size() * config.rollout.samples_per_prompt - 2;
+  const LoopReport report = run(config, true, world);
+  EXPECT_EQ(report.first_step, 3);
+  EXPECT_EQ(report.samples_logged, 2 * a_step - lost);
+  EXPECT_EQ(report.samples_drawn, a_step + lost);
+  EXPECT_EQ(report.max_gap, 0);
+  if (!first()) return;
+  expect_same_runs(path("straight"), path("broken"), 6);
+
+  LoopConfig fewer = config;
+  fewer.run.dir = path("fewer");
+  fewer.run.steps = 4;
+  const LoopReport alone = run(fewer, true, nullptr);
+  EXPECT_EQ(alone.samples_logged, a_step) << "weights of the checkpoint are the same with one rank";
+  EXPECT_EQ(alone.samples_drawn, 0);
   EXPECT_TRUE(contents(path("fewer/rollouts/step_000004.jsonl")) == contents(path("straight/rollouts/step_000004.jsonl")));
 }
 
