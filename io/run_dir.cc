@@ -196,19 +196,26 @@ Status RunDir::write_rollouts(int64_t step, std::string_view jsonl) {
 }
 
 Result<std::string> RunDir::begin_checkpoint(int64_t step) {
-  std::string path = checkpoint_path(step);
+  const std::string path = checkpoint_path(step);
   if (exists(path + "/" + kMarker)) return errorf("{} is a complete checkpoint and is not written again", path);
-  LOCKSTEP_RETURN_IF_ERROR(remove_tree(path));
-  LOCKSTEP_RETURN_IF_ERROR(make_directories(path));
-  return path;
+  LOCKSTEP_RETURN_IF_ERROR(abandon_checkpoint(step));
+  LOCKSTEP_RETURN_IF_ERROR(make_directories(partial_path(step)));
+  return partial_path(step);
+}
+
+Status RunDir::abandon_checkpoint(int64_t step) {
+  const std::string path = checkpoint_path(step);
+  LOCKSTEP_RETURN_IF_ERROR(remove_tree(partial_path(step)));
+  return exists(path + "/" + kMarker) ? Status::ok() : remove_tree(path);
 }
 
 Status RunDir::finish_checkpoint(int64_t step) {
-  const std::string path = checkpoint_path(step);
-  Result<std::vector<std::string>> names = list_directory(path);
+  const std::string path = checkpoint_path(step), partial = partial_path(step);
+  Result<std::vector<std::string>> names = list_directory(partial);
   if (!names) return names.status();
-  for (const std::string& name : names.value()) LOCKSTEP_RETURN_IF_ERROR(sync_file(path + "/" + name));
-  LOCKSTEP_RETURN_IF_ERROR(sync_directory(path));
+  for (const std::string& name : names.value()) LOCKSTEP_RETURN_IF_ERROR(sync_file(partial + "/" + name));
+  LOCKSTEP_RETURN_IF_ERROR(sync_directory(partial));
+  if (::rename(partial.c_str(), path.c_str()) != 0) return errno_status("cannot replace", path, errno);
   LOCKSTEP_RETURN_IF_ERROR(sync_directory(parent_directory(path)));
   for (const std::string& file : unsynced_)
     if (exists(file)) LOCKSTEP_RETURN_IF_ERROR(sync_file(file));  // its owner may have deleted it meanwhile
@@ -283,7 +290,8 @@ Result<RunDir::Truncation> RunDir::truncate_after(int64_t step) {
   if (!checkpoints) return checkpoints.status();
   for (const std::string& name : checkpoints.value()) {
     const std::string directory = path_ + "/" + kCheckpoints + "/" + name;
-    if (!parse_step(name, "") || exists(directory + "/" + kMarker)) continue;
+    const bool partial = parse_step(name, ".partial").has_value();
+    if (!partial && (!parse_step(name, "") || exists(directory + "/" + kMarker))) continue;
     LOCKSTEP_RETURN_IF_ERROR(remove_tree(directory));
     ++result.checkpoints_dropped;
   }

@@ -7,7 +7,7 @@
 //   metrics.jsonl                 one object a line with the member "step"; only appended to
 //   rollouts/step_000012.jsonl    the records of step 12
 //   rollout_log/step_000012/      what the rollout of step 12 had finished (rl/token_log.h), until a checkpoint of it is complete
-//   checkpoints/step_000012/      complete if it holds the file COMPLETE; anything else is a leftover
+//   checkpoints/step_000012/      complete if it holds the file COMPLETE; anything else is a leftover, step_000012.partial as well
 //
 // A resumed run cuts metrics and rollouts back to its checkpoint's step, so in the end its files equal those of a run
 // that was never interrupted.
@@ -63,11 +63,12 @@ class RunDir {
   // The records of a step, as JSON lines; replaces what was there. Durable from the next finish_checkpoint() on.
   Status write_rollouts(int64_t step, std::string_view jsonl);
 
-  // A checkpoint is written in three moves: begin (an empty directory, leftovers removed), the caller's files, finish.
-  // finish makes the files, the metrics and the rollouts so far durable before it sets the marker, and then removes the rollout logs up to
-  // this step. begin refuses a step whose checkpoint is complete.
+  // A checkpoint is written in three moves: begin (an empty directory, leftovers removed), files by this process or others, finish.
+  // finish makes the files, the metrics and the rollouts so far durable, gives the directory its name and only then sets the marker; after
+  // that the rollout logs up to this step are removed. begin refuses a step whose checkpoint is complete. abandon removes what is not.
   Result<std::string> begin_checkpoint(int64_t step);
   Status finish_checkpoint(int64_t step);
+  Status abandon_checkpoint(int64_t step);
 
   // Drops metrics lines, rollouts and evaluations of later steps, and incomplete checkpoints. -1 drops all of them. Lines that are cut
   // off or unreadable (a crash can leave both) go too; rollout logs of later steps stay, those up to `step` go. Refuses while a complete
@@ -83,6 +84,7 @@ class RunDir {
  private:
   RunDir(std::string path, FileDescriptor lock) : path_(std::move(path)), lock_(std::move(lock)) {}
   Status open_metrics();
+  std::string partial_path(int64_t step) const { return checkpoint_path(step) + ".partial"; }
   // Removes rollout logs of steps up to `step`; the last one that is left, or -1.
   Result<int64_t> drop_rollout_logs(int64_t step);
 

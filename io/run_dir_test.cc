@@ -204,11 +204,18 @@ TEST(RunDir, BeginSweepsLeftoversAndProtectsCompleteOnes) {
   TemporaryDirectory d;
   RunDir run = start(d.path());
   ASSERT_TRUE(succeeds(run.begin_checkpoint(5)));
-  put(run.checkpoint_path(5) + "/half", "x");
+  put(run.checkpoint_path(5) + ".partial/half", "x");
+  ASSERT_TRUE(succeeds(make_directories(run.checkpoint_path(5))));  // it got its name, but no marker
   Result<std::string> again = run.begin_checkpoint(5);
   ASSERT_TRUE(succeeds(again));
   EXPECT_TRUE(std::filesystem::is_empty(again.value()));
+  ASSERT_TRUE(succeeds(run.abandon_checkpoint(5)));
+  EXPECT_TRUE(std::filesystem::is_empty(d.file("checkpoints")));
+  EXPECT_TRUE(fails_with(run.finish_checkpoint(5), ""));
+  ASSERT_TRUE(succeeds(run.begin_checkpoint(5)));
   ASSERT_TRUE(succeeds(run.finish_checkpoint(5)));
+  ASSERT_TRUE(succeeds(run.abandon_checkpoint(5)));
+  EXPECT_TRUE(std::filesystem::exists(run.checkpoint_path(5) + "/COMPLETE")) << "complete is complete";
   EXPECT_TRUE(fails_with(run.begin_checkpoint(5), run.checkpoint_path(5) + " is a complete checkpoint"));
 }
 

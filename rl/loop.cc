@@ -187,28 +187,17 @@ Status Loop::load_inputs(int threads) {
 }
 
 Status Loop::open_directory(bool resume) {
-  std::string checkpoint;  // that rank 0 resumed from
+  Result<OpenedRun> opened = open_run(config_.run.dir, resume, config_.resolved, peers_, *policy_, state_, hooks_);
+  if (!opened) return opened.status();
+  dir_ = std::move(opened.value().dir);
+  last_logged_step_ = opened.value().last_logged_step;
   LOCKSTEP_RETURN_IF_ERROR(write("run directory", [&] {
-    Result<RunDir> dir = open_run(config_.run.dir, resume, config_.resolved, *policy_, state_, hooks_, &last_logged_step_);
-    if (!dir) return dir.status();
-    dir_ = std::make_unique<RunDir>(dir.take());
     LOCKSTEP_RETURN_IF_ERROR(make_directories(dir_->path() + "/evals"));
     // Times are kept apart from metrics.jsonl, whose bytes do not depend on the machine.
     timing_.open(dir_->path() + "/timing.jsonl", std::ios::app);
-    if (!timing_) return errno_status("cannot open", dir_->path() + "/timing.jsonl", errno);
-    Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(dir_->path());
-    if (!newest) return newest.status();
-    if (newest.value()) checkpoint = newest.value()->path;
-    return Status::ok();
+    return timing_ ? Status::ok() : errno_status("cannot open", dir_->path() + "/timing.jsonl", errno);
   }));
-  if (peers_.alone()) return Status::ok();
-  std::string state = run_state_json(state_);
-  peers_.group()->broadcast(&checkpoint, 0, "checkpoint");
-  peers_.group()->broadcast(&state, 0, "run state");
-  peers_.group()->broadcast(std::span(&last_logged_step_, 1), 0, "rollout log");
-  const Status followed = peers_.first() ? Status::ok() : follow_run(checkpoint, state, *policy_, state_);
-  LOCKSTEP_RETURN_IF_ERROR(peers_.agree(followed, "resume"));
-  return peers_.world()->record_in(config_.run.dir);
+  return peers_.alone() ? Status::ok() : peers_.world()->record_in(config_.run.dir);
 }
 
 std::vector<float> Loop::take_waits() {
@@ -480,10 +469,10 @@ Status Loop::evaluate_now() {
 
 Status Loop::save() {
   const Stopwatch watch;
-  LOCKSTEP_RETURN_IF_ERROR(write("checkpoint", [&] {
-    report_.checkpoint = dir_->checkpoint_path(state_.step);
-    return save_run(*dir_, *policy_, state_, config_.resolved, config_.run.keep_checkpoints);
-  }));
+  LOCKSTEP_RETURN_IF_ERROR(save_run(
+      dir_.get(), peers_, [&](const std::string& directory) { return policy_->save(directory); }, state_, config_.resolved,
+      config_.run.keep_checkpoints));
+  if (dir_) report_.checkpoint = dir_->checkpoint_path(state_.step);
   report_.save_seconds += watch.seconds();
   return Status::ok();
 }

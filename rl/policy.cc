@@ -28,11 +28,6 @@ bool is_directory(const std::string& path) {
   return fs::is_directory(path, error);
 }
 
-bool exists(const std::string& path) {
-  std::error_code error;
-  return fs::exists(path, error);
-}
-
 int num_threads(int asked) {
   if (asked > 0) return asked;
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
@@ -131,7 +126,8 @@ Policy::Policy(int threads) : context_(threads) {}
 
 Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const PolicyUse& use) {
   if (options.init.empty()) return errorf("model.init is empty; name a checkpoint, or write random");
-  if (is_directory(options.init)) LOCKSTEP_RETURN_IF_ERROR(check_checkpoint(options.init));
+  const int rank = use.ranks == nullptr ? 0 : use.ranks->rank(), ranks = use.ranks == nullptr ? 1 : use.ranks->size();
+  if (is_directory(options.init)) LOCKSTEP_RETURN_IF_ERROR(check_checkpoint(options.init, rank, ranks));
   Result<ModelConfig> config = find_model_config(options);
   if (!config) return config.status();
   Result<std::unique_ptr<Tokenizer>> tokenizer = find_tokenizer(options);
@@ -147,6 +143,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), options.numerics, use));
 
   std::unique_ptr<Policy> p(new Policy(num_threads(use.threads)));
+  p->ranks_ = use.ranks;
   p->config_ = config.take();
   p->tokenizer_ = tokenizer.take();
   p->weights_arena_ = std::make_unique<Arena>("weights", kArenaReserve);
@@ -180,6 +177,7 @@ std::string Policy::memory_report() {
 }
 
 Status Policy::save(const std::string& directory) const {
+  if (ranks_ != nullptr && ranks_->rank() > 0) return Status::ok();  // the first one has all of it
   LOCKSTEP_RETURN_IF_ERROR(actor_->save(directory));
   LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kConfigFile, model_config_json(config_)));
   return tokenizer_->save(directory);

@@ -51,7 +51,8 @@ class Policy {
   // Bytes that memory has reached, for the start and end lines.
   std::string memory_report();
 
-  // Files of a checkpoint directory: masters and optimizer of the actor, config.json, tokenizer. Not atomic: rl/checkpoint.h is.
+  // This rank's files of a checkpoint directory: masters and optimizer of the actor and, by the first rank, config.json and the tokenizer.
+  // The directory as a whole is not atomic: rl/checkpoint.h is.
   Status save(const std::string& directory) const;
   // Masters and optimizer of the actor; the config must be the same.
   Status load(const std::string& directory);
@@ -60,6 +61,7 @@ class Policy {
   explicit Policy(int threads);
 
   CpuContext context_;
+  RankGroup* ranks_ = nullptr;
   ModelConfig config_;
   std::unique_ptr<Tokenizer> tokenizer_;
   std::unique_ptr<Arena> weights_arena_, rope_arena_, state_arena_;

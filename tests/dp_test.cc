@@ -9,9 +9,13 @@
 #include <fstream>
 #include <set>
 
+#include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "io/json.h"
+#include "model/checkpoint_boxes.h"
+#include "rl/checkpoint.h"
 #include "rl/peers.h"
 #include "tests/tiny_run.h"
 
@@ -255,6 +259,117 @@ TEST_F(DataParallel, ACommandJudgesOnceForAllRanks) {
   world->all().barrier("judged");
   // One program for training, one for each evaluation, before the first step and after the second.
   EXPECT_EQ(contents(path("started")), "started\nstarted\nstarted\n");
+}
+
+// A checkpoint in as many files as there are ranks.
+class ShardedSave : public DataParallel {
+ protected:
+  static constexpr int64_t kRows = 4000, kColumns = 8;
+  void SetUp() override {
+    DataParallel::SetUp();
+    Result<RunDir> opened = first() ? RunDir::open(path("run"), RunDir::Mode::start) : Result<RunDir>(Status::error("not here"));
+    if (opened) dir_ = std::make_unique<RunDir>(opened.take());
+    ASSERT_EQ(dir_ != nullptr, first());
+    world->all().barrier("run directory");
+  }
+  static std::vector<float> numbers(int64_t step) {
+    std::vector<float> x(kRows * kColumns);
+    for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i) + static_cast<float>(step) / 8;
+    return x;
+  }
+  // This rank's rows, and rank 0 a file that is nobody's.
+  static Status write_own(const std::string& directory, int64_t step) {
+    std::vector<float> x = numbers(step);
+    const Range rows = part_of(kRows, world->size(), world->rank());
+    const BoxView box = {"x", {kRows, kColumns}, {rows, {0, kColumns}}, TensorView(&x[static_cast<size_t>(rows.begin * kColumns)], DType::f32, {rows.size(), kColumns})};
+    if (first()) LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/config.json", "{}"));
+    for (const char* stem : {kMastersStem, kOptimizerStem})
+      LOCKSTEP_RETURN_IF_ERROR(write_boxes(directory + "/" + box_file(stem, world->rank(), world->size()), {&box, 1}, {}));
+    return Status::ok();
+  }
+  Status save(int64_t step, const WriteFiles& write, int64_t keep = 2) {
+    const RunState state = {.kind = "train", .step = step, .rows = "r", .cursor = {}};
+    return save_run(dir_.get(), Peers(world), write, state, "settings", keep);
+  }
+  Status save(int64_t step) {
+    return save(step, [&](const std::string& directory) { return write_own(directory, step); });
+  }
+  std::string checkpoints() const {
+    std::string s;
+    const Result<std::vector<Checkpoint>> complete = complete_checkpoints(path("run"));
+    for (const Checkpoint& c : complete.value()) s += fmt::format("{} ", c.step);
+    return s;
+  }
+  int64_t num_entries() const { return std::distance(fs::directory_iterator(path("run/checkpoints")), fs::directory_iterator()); }
+
+  std::unique_ptr<RunDir> dir_;  // of rank 0
+};
+
+TEST_F(ShardedSave, HoldsEveryRanksFilesAndTheirChecksums) {
+  for (int64_t step = 1; step <= 3; ++step) ASSERT_TRUE(save(step).is_ok());
+  ASSERT_TRUE(save(3, [](const std::string&) { return Status::error("it is there already"); }).is_ok());
+  EXPECT_EQ(checkpoints(), "2 3 ");
+  EXPECT_EQ(num_entries(), 2);
+  const std::string newest = path("run/checkpoints/step_000003");
+  Result<BoxFiles> files = BoxFiles::open(newest, kMastersStem);
+  ASSERT_TRUE(files.is_ok()) << files.message();
+  std::vector<float> x(kRows * kColumns);
+  ASSERT_TRUE(files.value().read("x", whole_box({kRows, kColumns}), TensorView(x.data(), DType::f32, {kRows, kColumns})).is_ok());
+  EXPECT_EQ(x, numbers(3));
+  const Result<JsonValue> sums = parse_json(contents(newest + "/checksums.json"));
+  ASSERT_TRUE(sums.is_ok());
+  EXPECT_EQ(sums.value().members.size(), static_cast<size_t>(2 * world->size() + 3)) << "config.json, settings, state";
+  EXPECT_TRUE(check_checkpoint(newest, world->rank(), world->size()).is_ok());
+  world->all().barrier("checked");
+
+  // A byte of the last rank's file: whoever has to read it says so.
+  const std::string file = box_file(kMastersStem, world->size() - 1, world->size());
+  if (first()) {
+    std::string bytes = contents(newest + "/" + file);
+    bytes.back() ^= 1;
+    std::ofstream(newest + "/" + file, std::ios::binary) << bytes;
+  }
+  world->all().barrier("damaged");
+  const Status damaged = Peers(world).agree(check_checkpoint(newest, world->rank(), world->size()), "checksums");
+  EXPECT_NE(damaged.message().find(file + " is damaged"), std::string::npos) << damaged.message();
+}
+
+TEST_F(ShardedSave, AFullDiskOfOneRankLeavesNoHalfCheckpoint) {
+  ASSERT_TRUE(save(1).is_ok());
+  const int last = world->size() - 1;
+  const Status full = save(2, [&](const std::string& directory) {
+    if (world->rank() != last) return write_own(directory, 2);
+    rlimit before{};  // a limit of the process stands in for the disk
+    ::getrlimit(RLIMIT_FSIZE, &before);
+    const rlimit small = {4096, before.rlim_max};
+    const auto handler = ::signal(SIGXFSZ, SIG_IGN);
+    ::setrlimit(RLIMIT_FSIZE, &small);
+    const Status s = write_own(directory, 2);
+    ::setrlimit(RLIMIT_FSIZE, &before);
+    ::signal(SIGXFSZ, handler);
+    return s;
+  });
+  ASSERT_FALSE(full.is_ok());
+  EXPECT_NE(full.message().find(box_file(kMastersStem, last, world->size())), std::string::npos) << full.message();
+  EXPECT_TRUE(last == 0 || full.message().starts_with(fmt::format("rank {}: cannot write", last))) << full.message();
+  world->all().barrier("failed");
+  EXPECT_EQ(checkpoints(), "1 ");
+  EXPECT_EQ(num_entries(), 1);
+  world->all().barrier("looked");
+  ASSERT_TRUE(save(2).is_ok());
+  EXPECT_EQ(checkpoints(), "1 2 ");
+
+  // A directory in the way of the name is rank 0's error, and everyone's.
+  if (first()) fs::create_directories(path("run/checkpoints/step_000003.partial"));
+  world->all().barrier("leftover");
+  const Status in_the_way = save(3, [&](const std::string& directory) {
+    if (first()) fs::create_directories(directory + "/state.json/x");
+    return write_own(directory, 3);
+  });
+  EXPECT_NE(in_the_way.message().find("state.json"), std::string::npos) << in_the_way.message();
+  world->all().barrier("failed");
+  EXPECT_EQ(checkpoints(), "1 2 ");
+  EXPECT_EQ(num_entries(), 2);
 }
 
 TEST_F(DataParallel, AnErrorOfOneRankIsAnErrorOfAll) {

@@ -13,6 +13,8 @@
 
 #include "io/file.h"
 #include "io/run_dir.h"
+#include "io/safetensors.h"
+#include "model/checkpoint_boxes.h"
 #include "rl/arithmetic.h"
 #include "rl/loop.h"
 #include "rl/sft.h"
@@ -215,6 +217,42 @@ TEST_F(Resume, RefusesAnotherTokenizerThanTheCheckpoints) {
   const Result<LoopReport> refused = run_loop(second, false, Hooks());
   ASSERT_FALSE(refused.is_ok());
   EXPECT_NE(refused.message().find("was trained with another tokenizer"), std::string::npos) << refused.message();
+}
+
+// Masters in as many files as there were ranks are initial weights like any others.
+TEST_F(Resume, MastersInManyFilesAreInitialWeights) {
+  run(loop_config("first", 2), false);
+  LoopConfig next = loop_config("whole", 2);
+  next.model.init = path("first/checkpoints/step_000002");
+  next.model.config = next.model.tokenizer = "";
+  run(next, false);
+
+  fs::copy(next.model.init, path("pieces"));
+  fs::remove(path("pieces/checksums.json"));
+  fs::remove(path("pieces/masters.safetensors"));
+  {
+    Result<SafetensorsFile> whole = SafetensorsFile::open(next.model.init + "/masters.safetensors");
+    ASSERT_TRUE(whole.is_ok()) << whole.message();
+    constexpr int kRanks = 3;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      std::vector<BoxView> boxes;
+      for (const SafetensorsEntry& e : whole.value().tensors()) {
+        const ConstTensorView values = matrix_view(whole.value().view(e.name).value());
+        const Range rows = part_of(values.rows(), kRanks, rank);
+        Shape shape;
+        for (const int64_t d : e.shape) shape.dims[static_cast<size_t>(shape.rank++)] = d;
+        boxes.push_back({e.name, shape, {rows, {0, values.dim(1)}}, values.slice(rows.begin, rows.size())});
+      }
+      ASSERT_TRUE(write_boxes(path("pieces") + "/" + box_file(kMastersStem, rank, kRanks), boxes, whole.value().metadata()).is_ok());
+    }
+  }
+  next.run.dir = path("of_pieces");
+  next.model.init = path("pieces");
+  run(next, false);
+  expect_same_runs("whole", "of_pieces", 2);
+  fs::remove(path("pieces/masters-00002-of-00003.safetensors"));
+  next.run.dir = path("none");
+  EXPECT_NE(run_loop(next, false, Hooks()).message().find("masters-00002-of-00003.safetensors is missing; 3 ranks wrote this checkpoint"), std::string::npos);
 }
 
 TEST_F(Resume, RefusesACheckpointUnderAnotherName) {
