@@ -24,6 +24,7 @@ constexpr const char* kLockFile = "run.lock";
 constexpr const char* kMarker = "COMPLETE";
 constexpr const char* kRollouts = "rollouts";
 constexpr const char* kEvals = "evals";  // whoever evaluates writes there
+constexpr const char* kRolloutLog = "rollout_log";  // ranks make it when they need it
 constexpr const char* kCheckpoints = "checkpoints";
 
 // The names in a directory, sorted; none if it does not exist.
@@ -119,6 +120,8 @@ std::string step_name(int64_t step) {
   return fmt::format("step_{:06}", step);
 }
 
+std::string rollout_log_path(const std::string& run, int64_t step) { return fmt::format("{}/{}/{}", run, kRolloutLog, step_name(step)); }
+
 Result<std::vector<Checkpoint>> complete_checkpoints(const std::string& run) {
   const std::string directory = run + "/" + kCheckpoints;
   Result<std::vector<std::string>> names = list_directory(directory);
@@ -156,6 +159,7 @@ Result<RunDir> RunDir::open(const std::string& path, Mode mode) {
     const Result<bool> begun = has_begun(path);
     if (!begun) return begun.status();
     if (begun.value()) return errorf("{} already holds a run; resume it, or name a new directory", path);
+    LOCKSTEP_RETURN_IF_ERROR(remove_tree(path + "/" + kRolloutLog));
   }
   for (const char* name : {kRollouts, kCheckpoints}) LOCKSTEP_RETURN_IF_ERROR(make_directories(path + "/" + name));
   LOCKSTEP_RETURN_IF_ERROR(remove_temporaries(path));
@@ -192,26 +196,51 @@ Status RunDir::write_rollouts(int64_t step, std::string_view jsonl) {
 }
 
 Result<std::string> RunDir::begin_checkpoint(int64_t step) {
-  std::string path = checkpoint_path(step);
+  const std::string path = checkpoint_path(step);
   if (exists(path + "/" + kMarker)) return errorf("{} is a complete checkpoint and is not written again", path);
-  LOCKSTEP_RETURN_IF_ERROR(remove_tree(path));
-  LOCKSTEP_RETURN_IF_ERROR(make_directories(path));
-  return path;
+  LOCKSTEP_RETURN_IF_ERROR(abandon_checkpoint(step));
+  LOCKSTEP_RETURN_IF_ERROR(make_directories(partial_path(step)));
+  return partial_path(step);
+}
+
+Status RunDir::abandon_checkpoint(int64_t step) {
+  const std::string path = checkpoint_path(step);
+  LOCKSTEP_RETURN_IF_ERROR(remove_tree(partial_path(step)));
+  return exists(path + "/" + kMarker) ? Status::ok() : remove_tree(path);
 }
 
 Status RunDir::finish_checkpoint(int64_t step) {
-  const std::string path = checkpoint_path(step);
-  Result<std::vector<std::string>> names = list_directory(path);
+  const std::string path = checkpoint_path(step), partial = partial_path(step);
+  Result<std::vector<std::string>> names = list_directory(partial);
   if (!names) return names.status();
-  for (const std::string& name : names.value()) LOCKSTEP_RETURN_IF_ERROR(sync_file(path + "/" + name));
-  LOCKSTEP_RETURN_IF_ERROR(sync_directory(path));
+  for (const std::string& name : names.value()) LOCKSTEP_RETURN_IF_ERROR(sync_file(partial + "/" + name));
+  LOCKSTEP_RETURN_IF_ERROR(sync_directory(partial));
+  if (::rename(partial.c_str(), path.c_str()) != 0) return errno_status("cannot replace", path, errno);
   LOCKSTEP_RETURN_IF_ERROR(sync_directory(parent_directory(path)));
   for (const std::string& file : unsynced_)
     if (exists(file)) LOCKSTEP_RETURN_IF_ERROR(sync_file(file));  // its owner may have deleted it meanwhile
   unsynced_.clear();
   LOCKSTEP_RETURN_IF_ERROR(sync_directory(path_ + "/" + kRollouts));
   if (::fsync(metrics_.get()) != 0) return errno_status("cannot sync", metrics_path(), errno);
-  return atomic_write(path + "/" + kMarker, "");
+  LOCKSTEP_RETURN_IF_ERROR(atomic_write(path + "/" + kMarker, ""));
+  return drop_rollout_logs(step).status();
+}
+
+Result<int64_t> RunDir::drop_rollout_logs(int64_t step) {
+  int64_t last = -1;
+  const std::string directory = path_ + "/" + kRolloutLog;
+  Result<std::vector<std::string>> names = list_directory(directory);
+  if (!names) return names.status();
+  for (const std::string& name : names.value()) {
+    const std::optional<int64_t> logged = parse_step(name, "");
+    if (!logged) continue;
+    if (*logged > step) {
+      last = std::max(last, *logged);
+    } else {
+      LOCKSTEP_RETURN_IF_ERROR(remove_tree(directory + "/" + name));
+    }
+  }
+  return last;
 }
 
 Result<RunDir::Truncation> RunDir::truncate_after(int64_t step) {
@@ -261,10 +290,14 @@ Result<RunDir::Truncation> RunDir::truncate_after(int64_t step) {
   if (!checkpoints) return checkpoints.status();
   for (const std::string& name : checkpoints.value()) {
     const std::string directory = path_ + "/" + kCheckpoints + "/" + name;
-    if (!parse_step(name, "") || exists(directory + "/" + kMarker)) continue;
+    const bool partial = parse_step(name, ".partial").has_value();
+    if (!partial && (!parse_step(name, "") || exists(directory + "/" + kMarker))) continue;
     LOCKSTEP_RETURN_IF_ERROR(remove_tree(directory));
     ++result.checkpoints_dropped;
   }
+  Result<int64_t> logged = drop_rollout_logs(step);
+  if (!logged) return logged.status();
+  result.last_logged_step = logged.value();
   return result;
 }
 

@@ -45,6 +45,43 @@ TEST(RunDir, StartsInANewEmptyOrAbandonedDirectory) {
   EXPECT_TRUE(std::filesystem::is_directory(d.file("empty/checkpoints")));
 }
 
+TEST(RunDir, RolloutLogsStayUntilACheckpointHoldsTheirStep) {
+  TemporaryDirectory d;
+  const auto log = [&](int64_t step) {
+    ASSERT_TRUE(succeeds(make_directories(rollout_log_path(d.path(), step))));
+    put(rollout_log_path(d.path(), step) + "/rank_0.jsonl", "x");
+  };
+  const auto steps = [&] {
+    std::string s;
+    for (int64_t step = 0; step < 10; ++step)
+      if (std::filesystem::exists(rollout_log_path(d.path(), step))) s += fmt::format("{} ", step);
+    return s;
+  };
+  {
+    RunDir run = start(d.path());
+    for (int64_t step = 1; step < 4; ++step) log(step);
+    write_checkpoint(run, 2);
+    EXPECT_EQ(steps(), "3 ");
+    log(2);  // as if this process had been killed before it was removed
+    log(4);
+  }
+  {
+    RunDir run = resume(d.path());
+    EXPECT_EQ(steps(), "2 3 4 ");
+    const Result<RunDir::Truncation> cut = run.truncate_after(2);
+    ASSERT_TRUE(succeeds(cut));
+    EXPECT_EQ(cut.value().last_logged_step, 4);
+    EXPECT_EQ(steps(), "3 4 ");
+    write_checkpoint(run, 4);
+    EXPECT_EQ(steps(), "");
+  }
+  TemporaryDirectory other;
+  { start(other.path()); }
+  ASSERT_TRUE(succeeds(make_directories(rollout_log_path(other.path(), 1))));
+  { start(other.path()); }  // it came no further than its first rollout, and is not resumed
+  EXPECT_FALSE(std::filesystem::exists(rollout_log_path(other.path(), 1)));
+}
+
 TEST(RunDir, RefusesWhatIsNotARunDirectory) {
   TemporaryDirectory d;
   put(d.file("holiday.txt"), "x");
@@ -167,11 +204,18 @@ TEST(RunDir, BeginSweepsLeftoversAndProtectsCompleteOnes) {
   TemporaryDirectory d;
   RunDir run = start(d.path());
   ASSERT_TRUE(succeeds(run.begin_checkpoint(5)));
-  put(run.checkpoint_path(5) + "/half", "x");
+  put(run.checkpoint_path(5) + ".partial/half", "x");
+  ASSERT_TRUE(succeeds(make_directories(run.checkpoint_path(5))));  // it got its name, but no marker
   Result<std::string> again = run.begin_checkpoint(5);
   ASSERT_TRUE(succeeds(again));
   EXPECT_TRUE(std::filesystem::is_empty(again.value()));
+  ASSERT_TRUE(succeeds(run.abandon_checkpoint(5)));
+  EXPECT_TRUE(std::filesystem::is_empty(d.file("checkpoints")));
+  EXPECT_TRUE(fails_with(run.finish_checkpoint(5), ""));
+  ASSERT_TRUE(succeeds(run.begin_checkpoint(5)));
   ASSERT_TRUE(succeeds(run.finish_checkpoint(5)));
+  ASSERT_TRUE(succeeds(run.abandon_checkpoint(5)));
+  EXPECT_TRUE(std::filesystem::exists(run.checkpoint_path(5) + "/COMPLETE")) << "complete is complete";
   EXPECT_TRUE(fails_with(run.begin_checkpoint(5), run.checkpoint_path(5) + " is a complete checkpoint"));
 }
 

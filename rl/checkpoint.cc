@@ -1,11 +1,14 @@
 #include "rl/checkpoint.h"
 
-#include <algorithm>
+#include <bit>
 #include <filesystem>
+#include <map>
+#include <span>
 #include <sstream>
 
 #include <xxhash.h>
 
+#include "core/log.h"
 #include "io/file.h"
 #include "io/json.h"
 #include "model/checkpoint_boxes.h"
@@ -18,41 +21,68 @@ constexpr const char* kStateFile = "state.json";
 constexpr const char* kSettingsFile = "config.resolved.toml";
 constexpr const char* kChecksumFile = "checksums.json";
 
-Result<std::string> file_checksum(const std::string& path) {
+std::string hex(uint64_t sum) { return fmt::format("{:016x}", sum); }
+
+Result<uint64_t> file_checksum(const std::string& path) {
   Result<MappedFile> file = MappedFile::open(path);
   if (!file) return file.status();
-  return fmt::format("{:016x}", XXH64(file.value().data(), file.value().size(), 0));
+  return uint64_t{XXH64(file.value().data(), file.value().size(), 0)};
 }
 
-Status write_checksums(const std::string& directory) {
-  std::vector<std::string> names;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(directory, error))
-    names.push_back(entry.path().filename().string());
-  if (error) return errorf("cannot list {}: {}", directory, error.message());
-  std::sort(names.begin(), names.end());
-  JsonLine line;
-  for (const std::string& name : names) {
-    Result<std::string> sum = file_checksum(directory + "/" + name);
+constexpr const char* kStems[] = {kMastersStem, kOptimizerStem};
+constexpr int64_t kSumsOfRank = 2 * std::size(kStems);  // whether there is a file, and its checksum
+
+// Of the box files of a rank: each rank reads back its own.
+Status add_own_checksums(const std::string& directory, int rank, int ranks, std::span<int64_t> sums) {
+  for (size_t i = 0; i < std::size(kStems); ++i) {
+    const std::string path = directory + "/" + box_file(kStems[i], rank, ranks);
+    std::error_code error;
+    if (!std::filesystem::exists(path, error)) continue;
+    Result<uint64_t> sum = file_checksum(path);
     if (!sum) return sum.status();
-    line.add(name, sum.value());
+    sums[2 * i] = 1;
+    sums[2 * i + 1] = std::bit_cast<int64_t>(sum.value());
   }
+  return Status::ok();
+}
+
+// checksums.json, in the order of names: `sums` [ranks, kSumsOfRank] of the box files, and those of all other files.
+Status write_checksums(const std::string& directory, int ranks, std::span<const int64_t> sums) {
+  std::map<std::string, uint64_t> all;
+  for (int r = 0; r < ranks; ++r)
+    for (size_t i = 0; i < std::size(kStems); ++i) {
+      const auto at = static_cast<size_t>(r * kSumsOfRank) + 2 * i;
+      if (sums[at] != 0) all[box_file(kStems[i], r, ranks)] = std::bit_cast<uint64_t>(sums[at + 1]);
+    }
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename().string();
+    if (all.contains(name)) continue;
+    Result<uint64_t> sum = file_checksum(directory + "/" + name);
+    if (!sum) return sum.status();
+    all[name] = sum.value();
+  }
+  if (error) return errorf("cannot list {}: {}", directory, error.message());
+  JsonLine line;
+  for (const auto& [name, sum] : all) line.add(name, hex(sum));
   return atomic_write(directory + "/" + kChecksumFile, line.str() + "\n");
 }
 
-Status verify_checksums(const std::string& directory, bool with_optimizer, std::string_view advice) {
+// Every `ranks`-th file of the list, beginning with that of the rank's number.
+Status verify_checksums(const std::string& directory, bool with_optimizer, int rank, int ranks, std::string_view advice) {
   const std::string path = directory + "/" + kChecksumFile;
   Result<std::string> text = read_file(path);
   if (!text) return errorf("{}; {}", text.message(), advice);
   Result<JsonValue> sums = parse_json(text.value());
   if (!sums) return errorf("{}: {}; {}", path, sums.message(), advice);
+  int place = 0;
   for (const auto& [name, wanted] : sums.value().members) {
     if (!with_optimizer && name.starts_with(kOptimizerStem)) continue;
-    Result<std::string> sum = file_checksum(directory + "/" + name);
+    if (place++ % ranks != rank) continue;
+    Result<uint64_t> sum = file_checksum(directory + "/" + name);
     if (!sum) return errorf("{}; {}", sum.message(), advice);
-    if (sum.value() != wanted.text) {
-      return errorf("{}/{} is damaged: its checksum is {}, {} was written; {}", directory, name, sum.value(), wanted.text, advice);
-    }
+    if (hex(sum.value()) != wanted.text)
+      return errorf("{}/{} is damaged: its checksum is {}, {} was written; {}", directory, name, hex(sum.value()), wanted.text, advice);
   }
   return Status::ok();
 }
@@ -114,100 +144,148 @@ Result<RunState> parse_run_state(std::string_view json, const std::string& file)
   return s;
 }
 
-Result<std::string> begin_save(RunDir& dir, const RunState& state) {
-  Result<std::vector<Checkpoint>> complete = complete_checkpoints(dir.path());
-  if (!complete) return complete.status();
-  for (const Checkpoint& c : complete.value())
-    if (c.step == state.step) return std::string();
-  return dir.begin_checkpoint(state.step);
-}
-
-Status finish_save(RunDir& dir, const std::string& directory, const RunState& state, const std::string& resolved, int64_t keep) {
-  if (!directory.empty()) {
-    LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kSettingsFile, resolved));
-    LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kStateFile, run_state_json(state) + "\n"));
-    LOCKSTEP_RETURN_IF_ERROR(write_checksums(directory));
-    LOCKSTEP_RETURN_IF_ERROR(dir.finish_checkpoint(state.step));
-  }
-  // Also when it existed: whoever wrote it may have been killed before this.
-  Result<std::vector<Checkpoint>> complete = complete_checkpoints(dir.path());
-  if (!complete) return complete.status();
-  const std::vector<Checkpoint>& all = complete.value();
-  for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i) LOCKSTEP_RETURN_IF_ERROR(delete_checkpoint(all[i].path));
-  return Status::ok();
-}
-
-Status save_run(RunDir& dir, const Policy& policy, const RunState& state, const std::string& resolved, int64_t keep) {
-  Result<std::string> directory = begin_save(dir, state);
-  if (!directory) return directory.status();
-  if (!directory.value().empty()) LOCKSTEP_RETURN_IF_ERROR(policy.save(directory.value()));
-  return finish_save(dir, directory.value(), state, resolved, keep);
-}
-
-Status check_checkpoint(const std::string& directory) {
+Status check_checkpoint(const std::string& directory, int rank, int ranks) {
   std::error_code error;
   if (!std::filesystem::exists(directory + "/" + kChecksumFile, error)) return Status::ok();
-  return verify_checksums(directory, /*with_optimizer=*/false,
+  return verify_checksums(directory, /*with_optimizer=*/false, rank, ranks,
                           fmt::format("use another checkpoint, or remove {} if the files were changed on purpose", kChecksumFile));
 }
 
-Result<RunDir> open_run(const std::string& path, bool resume, const std::string& resolved, Policy& policy, RunState& state,
-                        const Hooks& hooks) {
-  Result<RunDir> opened = RunDir::open(path, resume ? RunDir::Mode::resume : RunDir::Mode::start);
-  if (!opened) return opened.status();
-  RunDir dir = opened.take();
-  if (resume) {
-    if (Result<std::string> before = read_file(dir.config_path())) report_changed_settings(before.value(), resolved, hooks);
-    Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(path);
-    if (!newest) return newest.status();
-    if (newest.value()) {
-      LOCKSTEP_RETURN_IF_ERROR(verify_checksums(newest.value()->path, /*with_optimizer=*/true,
-                                                fmt::format("remove {} to resume from an older checkpoint", newest.value()->path)));
-      const std::string file = newest.value()->path + "/" + kStateFile;
-      Result<std::string> text = read_file(file);
-      if (!text) return text.status();
-      Result<RunState> saved = parse_run_state(text.value(), file);
-      if (!saved) return saved.status();
-      if (saved.value().kind != state.kind)
-        return errorf("{}: this is a run of `lockstep {}`, not of `lockstep {}`", file, saved.value().kind, state.kind);
-      if (saved.value().step != newest.value()->step)
-        return errorf("{}: the checkpoint is of step {}, its name says otherwise; remove it", file, saved.value().step);
-      if (saved.value().seed != state.seed)
-        return errorf("{}: the run began with run.seed {}, not {}", file, saved.value().seed, state.seed);
-      if (saved.value().num_rows != state.num_rows) {
-        return errorf("{}: the run began with {} usable data rows, the file now gives {}", file, saved.value().num_rows,
-                      state.num_rows);
-      }
-      if (saved.value().rows != state.rows)
-        return errorf("{}: the run began with other data rows than the file now gives; resume with the file it began with", file);
-      LOCKSTEP_RETURN_IF_ERROR(policy.load(newest.value()->path));
-      state = saved.take();
-      hooks.say(fmt::format("resuming after step {} from {}", state.step, newest.value()->path));
-    } else {
-      hooks.say("no complete checkpoint yet: beginning again at step 0");
-    }
-    Result<RunDir::Truncation> cut = dir.truncate_after(newest.value() ? state.step : -1);
-    if (!cut) return cut.status();
-    if (newest.value() && state.step > 0 && cut.value().last_metrics_step != state.step) {
-      hooks.say(fmt::format("{} does not reach step {}: it was changed after the checkpoint was written, and stays incomplete",
-                            dir.metrics_path(), state.step));
-    }
-    if (cut.value().metrics_dropped + cut.value().rollouts_dropped > 0) {
-      hooks.say(fmt::format("dropped {} metrics lines and {} rollout files of later steps, which will be run again",
-                            cut.value().metrics_dropped, cut.value().rollouts_dropped));
-    }
-  }
-  LOCKSTEP_RETURN_IF_ERROR(dir.write_config(resolved));
-  return dir;
+namespace {
+
+// What only rank 0 does; its error is that of all.
+template <typename Work>
+Status by_first(const Peers& peers, Work work) {
+  return peers.agree(peers.first() ? work() : Status::ok(), "checkpoint");
 }
 
-Status follow_run(const std::string& checkpoint, const std::string& state_json, Policy& policy, RunState& state) {
-  if (checkpoint.empty()) return Status::ok();
-  LOCKSTEP_RETURN_IF_ERROR(policy.load(checkpoint));
-  Result<RunState> resumed = parse_run_state(state_json, checkpoint);
-  if (!resumed) return resumed.status();
-  state = resumed.take();
-  return Status::ok();
+// All ranks' files of the checkpoint that was begun at `directory`, up to its marker.
+Status write_checkpoint(RunDir* dir, const Peers& peers, const std::string& directory, const WriteFiles& write_files, const RunState& state,
+                        const std::string& resolved) {
+  LOCKSTEP_RETURN_IF_ERROR(peers.agree(write_files(directory), "checkpoint"));
+  std::vector<int64_t> mine(kSumsOfRank), all(static_cast<size_t>(kSumsOfRank * peers.size()));
+  LOCKSTEP_RETURN_IF_ERROR(peers.agree(add_own_checksums(directory, peers.rank(), peers.size(), mine), "checksums"));
+  if (peers.alone()) {
+    all = mine;
+  } else {
+    peers.group()->all_gather(std::span(all), std::span<const int64_t>(mine), "checksums");
+  }
+  return by_first(peers, [&] {
+    LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kSettingsFile, resolved));
+    LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kStateFile, run_state_json(state) + "\n"));
+    LOCKSTEP_RETURN_IF_ERROR(write_checksums(directory, peers.size(), all));
+    return dir->finish_checkpoint(state.step);
+  });
+}
+
+}  // namespace
+
+Status save_run(RunDir* dir, const Peers& peers, const WriteFiles& write_files, const RunState& state, const std::string& resolved, int64_t keep) {
+  CHECK((dir != nullptr) == peers.first(), "the run directory is that of rank 0, this is rank {}", peers.rank());
+  std::string directory;  // empty: the checkpoint exists
+  LOCKSTEP_RETURN_IF_ERROR(by_first(peers, [&] {
+    Result<std::vector<Checkpoint>> complete = complete_checkpoints(dir->path());
+    if (!complete) return complete.status();
+    for (const Checkpoint& c : complete.value())
+      if (c.step == state.step) return Status::ok();
+    Result<std::string> begun = dir->begin_checkpoint(state.step);
+    if (begun) directory = begun.take();
+    return begun ? Status::ok() : begun.status();
+  }));
+  if (!peers.alone()) peers.group()->broadcast(&directory, 0, "checkpoint");
+  if (!directory.empty()) {
+    if (const Status written = write_checkpoint(dir, peers, directory, write_files, state, resolved); !written) {
+      if (peers.first())
+        if (const Status s = dir->abandon_checkpoint(state.step); !s) log_warn("{}", s.message());
+      return written;
+    }
+  }
+  // Also when it existed: whoever wrote it may have been killed before this.
+  return by_first(peers, [&] {
+    Result<std::vector<Checkpoint>> complete = complete_checkpoints(dir->path());
+    if (!complete) return complete.status();
+    const std::vector<Checkpoint>& all = complete.value();
+    for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i) LOCKSTEP_RETURN_IF_ERROR(delete_checkpoint(all[i].path));
+    return Status::ok();
+  });
+}
+
+namespace {
+
+// The state of a checkpoint, which must be one of the run that `fresh` begins.
+Result<RunState> read_state(const Checkpoint& checkpoint, const RunState& fresh) {
+  const std::string file = checkpoint.path + "/" + kStateFile;
+  Result<std::string> text = read_file(file);
+  if (!text) return text.status();
+  Result<RunState> saved = parse_run_state(text.value(), file);
+  if (!saved) return saved;
+  const RunState& s = saved.value();
+  if (s.kind != fresh.kind) return errorf("{}: this is a run of `lockstep {}`, not of `lockstep {}`", file, s.kind, fresh.kind);
+  if (s.step != checkpoint.step) return errorf("{}: the checkpoint is of step {}, its name says otherwise; remove it", file, s.step);
+  if (s.seed != fresh.seed) return errorf("{}: the run began with run.seed {}, not {}", file, s.seed, fresh.seed);
+  if (s.num_rows != fresh.num_rows)
+    return errorf("{}: the run began with {} usable data rows, the file now gives {}", file, s.num_rows, fresh.num_rows);
+  if (s.rows != fresh.rows)
+    return errorf("{}: the run began with other data rows than the file now gives; resume with the file it began with", file);
+  return saved;
+}
+
+}  // namespace
+
+Result<OpenedRun> open_run(const std::string& path, bool resume, const std::string& resolved, const Peers& peers, Policy& policy, RunState& state,
+                           const Hooks& hooks) {
+  OpenedRun run;
+  std::string checkpoint, saved;  // that the run goes on from; empty: from nothing
+  LOCKSTEP_RETURN_IF_ERROR(by_first(peers, [&] {
+    Result<RunDir> opened = RunDir::open(path, resume ? RunDir::Mode::resume : RunDir::Mode::start);
+    if (!opened) return opened.status();
+    run.dir = std::make_unique<RunDir>(opened.take());
+    if (!resume) return Status::ok();
+    if (Result<std::string> before = read_file(run.dir->config_path())) report_changed_settings(before.value(), resolved, hooks);
+    Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(path);
+    if (!newest) return newest.status();
+    if (!newest.value()) {
+      hooks.say("no complete checkpoint yet: beginning again at step 0");
+      return Status::ok();
+    }
+    Result<RunState> read = read_state(*newest.value(), state);
+    if (!read) return read.status();
+    checkpoint = newest.value()->path;
+    saved = run_state_json(read.value());
+    return Status::ok();
+  }));
+  if (!peers.alone()) {
+    peers.group()->broadcast(&checkpoint, 0, "checkpoint");
+    peers.group()->broadcast(&saved, 0, "run state");
+  }
+  if (!checkpoint.empty()) {
+    const std::string advice = fmt::format("remove {} to resume from an older checkpoint", checkpoint);
+    LOCKSTEP_RETURN_IF_ERROR(
+        peers.agree(verify_checksums(checkpoint, /*with_optimizer=*/true, peers.rank(), peers.size(), advice), "checksums"));
+    LOCKSTEP_RETURN_IF_ERROR(peers.agree(policy.load(checkpoint), "resume"));
+    Result<RunState> parsed = parse_run_state(saved, checkpoint);
+    if (!parsed) return parsed.status();
+    state = parsed.take();
+    hooks.say(fmt::format("resuming after step {} from {}", state.step, checkpoint));
+  }
+  LOCKSTEP_RETURN_IF_ERROR(by_first(peers, [&] {
+    if (resume) {
+      Result<RunDir::Truncation> cut = run.dir->truncate_after(checkpoint.empty() ? -1 : state.step);
+      if (!cut) return cut.status();
+      run.last_logged_step = cut.value().last_logged_step;
+      if (!checkpoint.empty() && state.step > 0 && cut.value().last_metrics_step != state.step) {
+        hooks.say(fmt::format("{} does not reach step {}: it was changed after the checkpoint was written, and stays incomplete",
+                              run.dir->metrics_path(), state.step));
+      }
+      if (cut.value().metrics_dropped + cut.value().rollouts_dropped > 0) {
+        hooks.say(fmt::format("dropped {} metrics lines and {} rollout files of later steps, which will be run again",
+                              cut.value().metrics_dropped, cut.value().rollouts_dropped));
+      }
+    }
+    return run.dir->write_config(resolved);
+  }));
+  if (!peers.alone()) peers.group()->broadcast(std::span(&run.last_logged_step, 1), 0, "rollout log");
+  return run;
 }
 
 }  // namespace lockstep

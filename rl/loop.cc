@@ -32,6 +32,7 @@
 #include "rl/metrics.h"
 #include "rl/peers.h"
 #include "rl/sampling.h"
+#include "rl/token_log.h"
 
 namespace lockstep {
 
@@ -90,6 +91,8 @@ class Loop {
 
   // Stages of a step, in order.
   Result<std::vector<Group>> rollout();
+  // Completions of all requests, drawn now or finished by an earlier start of this run.
+  Result<std::vector<Completion>> sample(std::span<const Request> requests);
   Status reward(std::vector<Group>& groups);
   Status advantage(std::vector<Group>& groups);
   Status train(std::vector<Group>& groups, Metrics& metrics);
@@ -108,7 +111,11 @@ class Loop {
   Status write(Purpose p, Write write) {
     return peers_.agree(peers_.first() ? write() : Status::ok(), p);
   }
-  Status same_weights() { return peers_.alone() ? Status::ok() : peers_.same(policy_->trainer_checksum(), "weights", groups_->trainer_twin()); }
+  // Ranks that hold the same parts hold the same numbers.
+  Status same_weights() {
+    weights_sum_ = peers_.sum(policy_->weights_sum(), "weights");
+    return peers_.alone() ? Status::ok() : peers_.same(policy_->trainer_checksum(), "weights", groups_->trainer_twin());
+  }
   // Seconds that each rank waited for others since the last call, transfers included.
   std::vector<float> take_waits();
 
@@ -125,6 +132,8 @@ class Loop {
   std::unique_ptr<RunDir> dir_;  // of rank 0
   std::ofstream timing_, sync_;  // likewise
   RunState state_;
+  int64_t last_logged_step_ = -1;  // of the steps whose rollout an earlier start logged
+  uint64_t weights_sum_ = 0;       // Policy::weights_sum over all ranks, of the weights as they are
   LoopReport report_;
   int64_t equal_steps_ = 0;      // in a row, up to now, in which all rewards were equal
   double logprob_seconds_ = 0;  // of this step: trainer forwards besides the one that is differentiated
@@ -211,27 +220,17 @@ Status Loop::load_inputs(int threads) {
 }
 
 Status Loop::open_directory(bool resume) {
-  std::string checkpoint;  // that rank 0 resumed from
+  Result<OpenedRun> opened = open_run(config_.run.dir, resume, config_.resolved, peers_, *policy_, state_, hooks_);
+  if (!opened) return opened.status();
+  dir_ = std::move(opened.value().dir);
+  last_logged_step_ = opened.value().last_logged_step;
   LOCKSTEP_RETURN_IF_ERROR(write("run directory", [&] {
-    Result<RunDir> dir = open_run(config_.run.dir, resume, config_.resolved, *policy_, state_, hooks_);
-    if (!dir) return dir.status();
-    dir_ = std::make_unique<RunDir>(dir.take());
     LOCKSTEP_RETURN_IF_ERROR(make_directories(dir_->path() + "/evals"));
     // Times are kept apart from metrics.jsonl, whose bytes do not depend on the machine.
     timing_.open(dir_->path() + "/timing.jsonl", std::ios::app);
-    if (!timing_) return errno_status("cannot open", dir_->path() + "/timing.jsonl", errno);
-    Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(dir_->path());
-    if (!newest) return newest.status();
-    if (newest.value()) checkpoint = newest.value()->path;
-    return Status::ok();
+    return timing_ ? Status::ok() : errno_status("cannot open", dir_->path() + "/timing.jsonl", errno);
   }));
-  if (peers_.alone()) return Status::ok();
-  std::string state = run_state_json(state_);
-  peers_.group()->broadcast(&checkpoint, 0, "checkpoint");
-  peers_.group()->broadcast(&state, 0, "run state");
-  const Status followed = peers_.first() ? Status::ok() : follow_run(checkpoint, state, *policy_, state_);
-  LOCKSTEP_RETURN_IF_ERROR(peers_.agree(followed, "resume"));
-  return peers_.world()->record_in(config_.run.dir);
+  return peers_.alone() ? Status::ok() : peers_.world()->record_in(config_.run.dir);
 }
 
 std::vector<float> Loop::take_waits() {
@@ -262,8 +261,7 @@ Result<std::vector<Group>> Loop::rollout() {
     r.sampling.stop_ids = {policy_->tokenizer().eos_id()};
     requests.push_back(std::move(r));
   }
-  Result<std::vector<Completion>> completions =
-      peers_.run(policy_->engine(), policy_->context(), requests, hooks_, label("rollout"));
+  Result<std::vector<Completion>> completions = sample(requests);
   if (!completions) return completions.status();
   for (size_t i = 0; i < completions.value().size(); ++i) {
     Group& g = groups[i / static_cast<size_t>(o.samples_per_prompt)];
@@ -278,6 +276,37 @@ Result<std::vector<Group>> Loop::rollout() {
     }
   }
   return groups;
+}
+
+Result<std::vector<Completion>> Loop::sample(std::span<const Request> requests) {
+  const int64_t step = state_.step + 1;
+  const std::string weights = fmt::format("{:016x} {} {}", weights_sum_, numerics_name(config_.model.numerics), policy_->weights().version());
+  TokenLog log(rollout_log_path(config_.run.dir, step), step, checksum(weights), requests, peers_.rank());
+  std::vector<Completion> logged;
+  if (step <= last_logged_step_) {
+    LOCKSTEP_RETURN_IF_ERROR(write("rollout log", [&] {
+      Result<LoggedRollout> read = log.read();
+      if (!read) return read.status();
+      logged = std::move(read.value().completions);
+      hooks_.say(fmt::format("{} finished rollouts of step {} taken from the log{}{}", logged.size(), step,
+                             read.value().foreign_lines > 0 ? fmt::format(", {} of other weights or settings left there", read.value().foreign_lines) : "",
+                             read.value().damaged_lines > 0 ? fmt::format(", {} damaged lines passed over", read.value().damaged_lines) : ""));
+      return Status::ok();
+    }));
+    peers_.broadcast(logged, "rollout log");
+  }
+  const std::vector<Request> missing = missing_requests(requests, logged);
+  Result<std::vector<Completion>> drawn = peers_.run(policy_->engine(), policy_->context(), missing, hooks_, label("rollout"),
+                                                     [&](std::span<const Completion> finished) { return log.append(finished); });
+  if (!drawn) return drawn.status();
+  report_.samples_logged += static_cast<int64_t>(logged.size());
+  report_.samples_drawn += static_cast<int64_t>(drawn.value().size());
+  std::vector<Completion> all(logged.size() + drawn.value().size());
+  std::merge(std::move_iterator(logged.begin()), std::move_iterator(logged.end()), std::move_iterator(drawn.value().begin()),
+             std::move_iterator(drawn.value().end()), all.begin(), [](const Completion& a, const Completion& b) {
+               return std::pair(a.prompt_id, a.sample_idx) < std::pair(b.prompt_id, b.sample_idx);
+             });
+  return all;
 }
 
 Status Loop::reward(std::vector<Group>& groups) {
@@ -496,18 +525,10 @@ Status Loop::record_sync(const Result<std::optional<SyncReceipt>>& receipt) {
 
 Status Loop::save() {
   const Stopwatch watch;
-  std::string directory;
-  LOCKSTEP_RETURN_IF_ERROR(write("checkpoint", [&] {
-    report_.checkpoint = dir_->checkpoint_path(state_.step);
-    Result<std::string> begun = begin_save(*dir_, state_);
-    if (!begun) return begun.status();
-    directory = begun.take();
-    return Status::ok();
-  }));
-  if (!peers_.alone()) peers_.group()->broadcast(&directory, 0, "checkpoint");
-  LOCKSTEP_RETURN_IF_ERROR(peers_.agree(directory.empty() ? Status::ok() : policy_->save(directory), "checkpoint"));
-  LOCKSTEP_RETURN_IF_ERROR(
-      write("checkpoint", [&] { return finish_save(*dir_, directory, state_, config_.resolved, config_.run.keep_checkpoints); }));
+  LOCKSTEP_RETURN_IF_ERROR(save_run(
+      dir_.get(), peers_, [&](const std::string& directory) { return policy_->save(directory); }, state_, config_.resolved,
+      config_.run.keep_checkpoints));
+  if (dir_) report_.checkpoint = dir_->checkpoint_path(state_.step);
   report_.save_seconds += watch.seconds();
   return Status::ok();
 }

@@ -75,6 +75,8 @@ struct LoopReport {
   int64_t compared_tokens = 0;            // whose two log-probs were compared
   double max_gap = 0;                     // largest |trainer - sampler| over all of them: a run that ends well has 0
   int64_t rollout_tokens = 0, train_tokens = 0;
+  int64_t samples_drawn = 0;   // by any rank, those of evaluations not counted
+  int64_t samples_logged = 0;  // taken from an earlier start's log instead
   double rollout_seconds = 0, reward_seconds = 0, train_seconds = 0, eval_seconds = 0, save_seconds = 0;
   std::string checkpoint;  // the newest complete one
 };

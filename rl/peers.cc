@@ -15,25 +15,36 @@ namespace lockstep {
 
 namespace {
 
-// Completions as words: number of tokens, reason, tokens, log-probs, versions. Whose one is follows from its place.
+// Completions as words: prompt id (low half, high half), sample index, reason, number of tokens, tokens, log-probs, versions.
 void append_words(std::vector<int32_t>& words, const Completion& c) {
-  words.push_back(static_cast<int32_t>(c.tokens.size()));
+  words.push_back(static_cast<int32_t>(static_cast<uint32_t>(c.prompt_id)));
+  words.push_back(static_cast<int32_t>(static_cast<uint32_t>(c.prompt_id >> 32)));
+  words.push_back(c.sample_idx);
   words.push_back(static_cast<int32_t>(c.reason));
+  words.push_back(static_cast<int32_t>(c.tokens.size()));
   words.insert(words.end(), c.tokens.begin(), c.tokens.end());
   for (const float l : c.logprobs) words.push_back(std::bit_cast<int32_t>(l));
   words.insert(words.end(), c.versions.begin(), c.versions.end());
 }
 
-const int32_t* read_words(const int32_t* at, Completion* c) {
-  const auto n = static_cast<size_t>(*at++);
-  c->reason = static_cast<FinishReason>(*at++);
-  c->tokens.assign(at, at + n);
-  at += n;
-  c->logprobs.resize(n);
-  std::memcpy(c->logprobs.data(), at, n * sizeof(float));
-  at += n;
-  c->versions.assign(at, at + n);
-  return at + n;
+std::vector<Completion> read_words(std::span<const int32_t> words) {
+  std::vector<Completion> completions;
+  for (const int32_t* at = words.data(); at < words.data() + words.size();) {
+    Completion& c = completions.emplace_back();
+    const uint64_t low = static_cast<uint32_t>(*at++), high = static_cast<uint32_t>(*at++);
+    c.prompt_id = low | high << 32;
+    c.sample_idx = *at++;
+    c.reason = static_cast<FinishReason>(*at++);
+    const auto n = static_cast<size_t>(*at++);
+    c.tokens.assign(at, at + n);
+    at += n;
+    c.logprobs.resize(n);
+    std::memcpy(c.logprobs.data(), at, n * sizeof(float));
+    at += n;
+    c.versions.assign(at, at + n);
+    at += n;
+  }
+  return completions;
 }
 
 // The samples that `engine` runs, as requests.
@@ -73,6 +84,16 @@ Status Peers::same(uint64_t value, const char* what, int64_t kind) const {
   return Status::ok();
 }
 
+uint64_t Peers::sum(uint64_t mine, const char* what) const {
+  if (alone()) return mine;
+  std::vector<int64_t> all(static_cast<size_t>(size()));
+  const auto word = std::bit_cast<int64_t>(mine);
+  world_->all().all_gather(std::span(all), std::span(&word, 1), what);
+  uint64_t sum = 0;
+  for (const int64_t v : all) sum += std::bit_cast<uint64_t>(v);
+  return sum;
+}
+
 int Peers::threads(int64_t asked) const {
   if (alone() || asked > 0) return static_cast<int>(asked);
   std::vector<int64_t> hosts(static_cast<size_t>(size()));
@@ -83,17 +104,18 @@ int Peers::threads(int64_t asked) const {
 }
 
 Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
-                                           const std::string& label) const {
-  if (alone()) return run_requests(engine, requests, hooks, label);
+                                           const std::string& label, const OnFinished& on_finished) const {
+  if (alone()) return run_requests(engine, requests, hooks, label, on_finished);
   const std::vector<Request> share = samples_of(requests, num_engines(), engine_of(rank()));
   LOCKSTEP_RETURN_IF_ERROR(agree(submit_requests(engine, share), "rollout"));
-  const std::vector<Completion> mine = finish_requests(engine, share, hooks, label);
+  Result<std::vector<Completion>> mine = finish_requests(engine, share, hooks, label, speaks() ? on_finished : OnFinished());
+  LOCKSTEP_RETURN_IF_ERROR(agree(mine.status(), "rollout"));
 
   std::vector<int32_t> words;
-  for (const Completion& done : mine) append_words(words, done);
+  for (const Completion& done : mine.value()) append_words(words, done);
   // The ranks of one engine have the same words; the first of them gives them away.
   LOCKSTEP_RETURN_IF_ERROR(same(XXH64(words.data(), words.size() * sizeof(int32_t), 0), "completions", engine_of(rank())));
-  if (rank() > 0 && engine_of(rank() - 1) == engine_of(rank())) words.clear();
+  if (!speaks()) words.clear();
   std::vector<int64_t> counts(static_cast<size_t>(size()));
   const auto count = static_cast<int64_t>(words.size());
   world_->all().all_gather(std::span(counts), std::span(&count, 1), "completions");
@@ -102,18 +124,19 @@ Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span
   world_->all().all_gather(c, TensorView(all.data(), DType::i32, {total}), TensorView(words.data(), DType::i32, {count}), counts,
                            "completions");
 
-  std::vector<Completion> completions;
-  const int32_t* at = all.data();
-  for (const Request& r : requests) {
-    for (int32_t s = 0; s < r.num_samples; ++s) {
-      Completion& done = completions.emplace_back();
-      done.prompt_id = r.prompt_id;
-      done.sample_idx = r.first_sample + s;
-      at = read_words(at, &done);
-    }
-  }
-  CHECK(at == all.data() + total, "{} words of completions, {} were read", total, at - all.data());
-  return completions;
+  return read_words(all);
+}
+
+void Peers::broadcast(std::vector<Completion>& completions, const char* what) const {
+  if (alone()) return;
+  std::vector<int32_t> words;
+  if (first())
+    for (const Completion& c : completions) append_words(words, c);
+  std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int32_t));
+  world_->all().broadcast(&bytes, 0, what);
+  words.resize(bytes.size() / sizeof(int32_t));
+  std::memcpy(words.data(), bytes.data(), bytes.size());
+  completions = read_words(words);
 }
 
 Result<std::vector<RewardResult>> Peers::grade(Judge& judge, std::span<const GradeRow> rows) const {
@@ -121,13 +144,6 @@ Result<std::vector<RewardResult>> Peers::grade(Judge& judge, std::span<const Gra
   std::string text = first() ? verdicts_text(judge.grade(rows)) : "";
   group()->broadcast(&text, 0, "verdicts");
   return verdicts_from_text(text);
-}
-
-uint64_t checksum(const Weights& weights) {
-  uint64_t sum = 0;
-  for (const TensorSpec& spec : weights.table())
-    if (const ConstTensorView rows = weights.view(spec.id).rows; spec.held()) sum = XXH64(rows.data, rows.bytes(), sum);
-  return sum;
 }
 
 uint64_t checksum(const std::string& text) { return XXH64(text.data(), text.size(), 0); }

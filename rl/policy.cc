@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <filesystem>
 #include <thread>
 
@@ -133,7 +135,10 @@ Policy::Policy(int threads) : context_(threads) {}
 
 Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const PolicyUse& use) {
   if (options.init.empty()) return errorf("model.init is empty; name a checkpoint, or write random");
-  if (is_directory(options.init)) LOCKSTEP_RETURN_IF_ERROR(check_checkpoint(options.init));
+  RunGroups* const ranks = use.ranks;
+  if (is_directory(options.init)) {
+    LOCKSTEP_RETURN_IF_ERROR(ranks == nullptr ? check_checkpoint(options.init) : check_checkpoint(options.init, ranks->train.rank, ranks->train.grid.ranks()));
+  }
   Result<ModelConfig> config = find_model_config(options);
   if (!config) return config.status();
   Result<std::unique_ptr<Tokenizer>> tokenizer = find_tokenizer(options);
@@ -147,7 +152,6 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   }
 
   // What this rank holds: in training, and where the sampler's layout is another one, for sampling.
-  const RunGroups* const ranks = use.ranks;
   const bool apart = ranks != nullptr && use.train && use.sample && ranks->trainer != ranks->sampler;
   const Shard held = ranks == nullptr ? whole_shard(config.value()) : use.train ? ranks->trainer_shard() : ranks->sampler_shard();
   LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), options.numerics, use, held, apart ? &ranks->sampler_shard() : nullptr));
@@ -162,15 +166,15 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   if (apart) {
     p->sampler_weights_ = std::make_unique<Weights>(p->config_, options.numerics, ranks->sampler_shard(), *p->weights_arena_);
     p->model_.weights = p->sampler_weights_.get();
-    p->transfer_ = std::make_unique<Transfer>(*use.ranks->train.all, *p->weights_, *p->sampler_weights_, ranks->trainer, ranks->sampler,
+    p->transfer_ = std::make_unique<Transfer>(*ranks->train.all, *p->weights_, *p->sampler_weights_, ranks->trainer, ranks->sampler,
                                               [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_);
   }
   if (ranks != nullptr && use.sample) {
-    if (ranks->rollout.tp.size() > 1) p->model_.tp = &use.ranks->rollout.tp;
-    if (ranks->rollout.ep.size() > 1) p->model_.ep = &use.ranks->rollout.ep;
+    if (ranks->rollout.tp.size() > 1) p->model_.tp = &ranks->rollout.tp;
+    if (ranks->rollout.ep.size() > 1) p->model_.ep = &ranks->rollout.ep;
   }
   p->model_.rope = make_rope_tables(p->config_, use.engine.max_context, *p->rope_arena_);
-  p->ranks_ = use.ranks;
+  p->ranks_ = ranks;
   const Result<ReadBox> source = weight_source(options, p->config_, use.seed);
   if (!source) return source.status();
   if (use.train) {
@@ -206,6 +210,35 @@ uint64_t Policy::trainer_checksum() const {
   for (const TensorSpec& t : weights_->table())
     if (t.held()) sum = XXH64(weights_->view(t.id).rows.data, weights_->view(t.id).rows.bytes(), sum);
   return sum;
+}
+
+uint64_t Policy::weights_sum() {
+  const Coordinates at = ranks_ == nullptr ? Coordinates() : ranks_->train.at();
+  const int replica = ranks_ == nullptr ? 0 : ranks_->train.grid.ep_block(ranks_->train.rank);
+  std::atomic<uint64_t> total = 0;
+  for (const TensorSpec& t : weights_->table()) {
+    // One rank of those that hold a number counts it.
+    const bool counts = t.cut == Cut::experts ? replica == 0 && at.tp == 0 : at.dp == 0 && (t.cut != Cut::none || at.tp == 0);
+    if (!t.held() || !counts) continue;
+    const ConstTensorView m = matrix_view(weights_->view(t.id).rows);
+    const int64_t width = whole_box(t.whole).columns.size();
+    const size_t bytes = dtype_bytes(m.dtype);
+    parallel_for(context(), m.rows(), 4 * m.dim(1), [&](int64_t begin, int64_t end, int) {
+      uint64_t sum = 0;
+      for (int64_t r = begin; r < end; ++r) {
+        const char* number = static_cast<const char*>(m.data) + static_cast<size_t>(r * m.row_stride) * bytes;
+        uint64_t place = static_cast<uint64_t>((t.box.rows.begin + r) * width + t.box.columns.begin);
+        for (int64_t k = 0; k < m.dim(1); ++k, ++place, number += bytes) {
+          uint64_t x = 0;
+          std::memcpy(&x, number, bytes);
+          x = (x + (static_cast<uint64_t>(t.id) << 48) + place * 0x9e3779b97f4a7c15u) * 0xbf58476d1ce4e5b9u;
+          sum += (x ^ x >> 29) * 0x94d049bb133111ebu;
+        }
+      }
+      total += sum;
+    });
+  }
+  return total;
 }
 
 std::string Policy::memory_report() {

@@ -54,6 +54,8 @@ class Policy {
   const Weights& weights() const { return *model_.weights; }  // the sampler's, or without one the actor's
   const Model& model() const { return model_; }               // of these weights
   uint64_t trainer_checksum() const;                          // XXH64 of the actor's rounded weights
+  // What, added over all ranks, depends on the actor's rounded weights alone and not on the layout.
+  uint64_t weights_sum();
   Engine& engine() { return *engine_; }  // REQUIRES: use.sample
   Actor& actor() { return *actor_; }     // REQUIRES: use.train
   // All ranks: the actor's weights to the sampler's. publish: all of them, after make() or load(). sync: what optimizer steps change. Both give the
@@ -64,8 +66,8 @@ class Policy {
   // Bytes that memory has reached, for the start and end lines.
   std::string memory_report();
 
-  // Files of a checkpoint directory: masters and optimizer of the actor, every rank its own; config.json and the tokenizer from rank 0. Not atomic:
-  // rl/checkpoint.h is.
+  // This rank's files of a checkpoint directory: masters and optimizer of the actor and, by the first rank, config.json and the tokenizer.
+  // The directory as a whole is not atomic: rl/checkpoint.h is.
   Status save(const std::string& directory) const;
   // Masters and optimizer of the actor; the config must be the same. publish() follows.
   Status load(const std::string& directory);

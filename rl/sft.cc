@@ -84,9 +84,14 @@ Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hoo
                  .num_rows = static_cast<int64_t>(examples.size()),
                  .rows = rows.str(),
                  .cursor = {}};
-  Result<RunDir> opened = open_run(config.run.dir, resume, config.resolved, policy, state, hooks);
+  const Peers alone;
+  Result<OpenedRun> opened = open_run(config.run.dir, resume, config.resolved, alone, policy, state, hooks);
   if (!opened) return opened.status();
-  RunDir& dir = opened.value();
+  RunDir& dir = *opened.value().dir;
+  const auto save = [&] {
+    return save_run(
+        &dir, alone, [&](const std::string& directory) { return policy.save(directory); }, state, config.resolved, config.run.keep_checkpoints);
+  };
   LOCKSTEP_RETURN_IF_ERROR(policy.publish().status());
   EpochOrder order(state.num_rows, static_cast<uint64_t>(config.run.seed));
   order.restore(state.cursor);
@@ -135,10 +140,10 @@ Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hoo
                             static_cast<double>(report.num_tokens) / report.seconds));
     }
     if (config.run.checkpoint_every > 0 && state.step % config.run.checkpoint_every == 0) {
-      LOCKSTEP_RETURN_IF_ERROR(save_run(dir, policy, state, config.resolved, config.run.keep_checkpoints));
+      LOCKSTEP_RETURN_IF_ERROR(save());
     }
   }
-  LOCKSTEP_RETURN_IF_ERROR(save_run(dir, policy, state, config.resolved, config.run.keep_checkpoints));
+  LOCKSTEP_RETURN_IF_ERROR(save());
   report.steps = state.step - first_step;
   report.checkpoint = dir.checkpoint_path(state.step);
   return report;

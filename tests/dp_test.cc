@@ -4,12 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
 #include <set>
 
+#include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "io/json.h"
 #include "model/checkpoint_boxes.h"
+#include "rl/checkpoint.h"
 #include "rl/layouts.h"
 #include "rl/peers.h"
 #include "tests/tiny_run.h"
@@ -125,6 +129,54 @@ TEST_F(DataParallel, RunsRepeatAndResumeToTheBit) {
   EXPECT_TRUE(contents(path("fewer/rollouts/step_000004.jsonl")) == contents(path("straight/rollouts/step_000004.jsonl")));
 }
 
+// A run that fails in a step leaves what it had finished to whoever resumes it, however many ranks these are.
+TEST_F(DataParallel, FinishedRolloutsAreTakenFromEveryRanksLog) {
+  LoopConfig config = loop_config("straight", 6);
+  config.run.checkpoint_every = 3;
+  config.rollout.prompts_per_step = 3;
+  const int64_t a_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
+  EXPECT_EQ(run(config, false, world).samples_drawn, 6 * a_step);
+
+  config.run.dir = path("broken");
+  Hooks hooks;
+  hooks.line = [&](const std::string& text) {  // the records of step 5 will find a directory in their place
+    if (first() && text.starts_with("step 4/6")) fs::create_directories(path("broken/rollouts/step_000005.jsonl/x"));
+  };
+  const Result<LoopReport> broken = run_loop(config, false, hooks, world);
+  ASSERT_FALSE(broken.is_ok());
+  EXPECT_NE(broken.message().find("step_000005.jsonl"), std::string::npos) << broken.message();
+  if (first()) {
+    EXPECT_FALSE(fs::exists(rollout_log_path(path("broken"), 3)));
+    int logs = 0;
+    for (const auto& entry : fs::directory_iterator(rollout_log_path(path("broken"), 5))) logs += entry.path().extension() == ".jsonl";
+    EXPECT_EQ(logs, world->size());
+    fs::remove_all(path("broken/rollouts/step_000005.jsonl"));
+    // Of one rank's samples of step 5 all but the first two are lost.
+    const std::string file = rollout_log_path(path("broken"), 5) + "/rank_0.jsonl";
+    std::string text = contents(file);
+    size_t end = 0;
+    for (int lines = 0; lines < 4; ++lines) end = text.find('\n', end) + 1;  // an empty one and the header before them
+    std::ofstream(file) << text.substr(0, end + 7);
+    fs::copy(path("broken"), path("fewer"), fs::copy_options::recursive);
+  }
+  const int64_t lost = part_of(a_step, world->size(), 0).size() - 2;
+  const LoopReport report = run(config, true, world);
+  EXPECT_EQ(report.first_step, 3);
+  EXPECT_EQ(report.samples_logged, 2 * a_step - lost);
+  EXPECT_EQ(report.samples_drawn, a_step + lost);
+  EXPECT_EQ(report.max_gap, 0);
+  if (!first()) return;
+  expect_same_runs(path("straight"), path("broken"), 6);
+
+  LoopConfig fewer = config;
+  fewer.run.dir = path("fewer");
+  fewer.run.steps = 4;
+  const LoopReport alone = run(fewer, true, nullptr);
+  EXPECT_EQ(alone.samples_logged, a_step) << "weights of the checkpoint are the same with one rank";
+  EXPECT_EQ(alone.samples_drawn, 0);
+  EXPECT_TRUE(contents(path("fewer/rollouts/step_000004.jsonl")) == contents(path("straight/rollouts/step_000004.jsonl")));
+}
+
 // A command need not answer the same twice, so ranks that each asked their own would train on different rewards: only rank 0 asks.
 TEST_F(DataParallel, ACommandJudgesOnceForAllRanks) {
   LoopConfig config = loop_config("judged", 3);
@@ -198,6 +250,117 @@ TEST_F(DataParallel, WeightsFollowBetweenAnyTwoLayouts) {
     EXPECT_TRUE(contents(config.run.dir + "/rollouts/step_000001.jsonl") == contents(path("alone/rollouts/step_000001.jsonl")));
     EXPECT_TRUE(fs::exists(config.run.dir + "/sync.jsonl"));
   }
+}
+
+// A checkpoint in as many files as there are ranks.
+class ShardedSave : public DataParallel {
+ protected:
+  static constexpr int64_t kRows = 4000, kColumns = 8;
+  void SetUp() override {
+    DataParallel::SetUp();
+    Result<RunDir> opened = first() ? RunDir::open(path("run"), RunDir::Mode::start) : Result<RunDir>(Status::error("not here"));
+    if (opened) dir_ = std::make_unique<RunDir>(opened.take());
+    ASSERT_EQ(dir_ != nullptr, first());
+    world->all().barrier("run directory");
+  }
+  static std::vector<float> numbers(int64_t step) {
+    std::vector<float> x(kRows * kColumns);
+    for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i) + static_cast<float>(step) / 8;
+    return x;
+  }
+  // This rank's rows, and rank 0 a file that is nobody's.
+  static Status write_own(const std::string& directory, int64_t step) {
+    std::vector<float> x = numbers(step);
+    const Range rows = part_of(kRows, world->size(), world->rank());
+    const BoxView box = {"x", {kRows, kColumns}, {rows, {0, kColumns}}, TensorView(&x[static_cast<size_t>(rows.begin * kColumns)], DType::f32, {rows.size(), kColumns})};
+    if (first()) LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/config.json", "{}"));
+    for (const char* stem : {kMastersStem, kOptimizerStem})
+      LOCKSTEP_RETURN_IF_ERROR(write_boxes(directory + "/" + box_file(stem, world->rank(), world->size()), {&box, 1}, {}));
+    return Status::ok();
+  }
+  Status save(int64_t step, const WriteFiles& write, int64_t keep = 2) {
+    const RunState state = {.kind = "train", .step = step, .rows = "r", .cursor = {}};
+    return save_run(dir_.get(), Peers(world), write, state, "settings", keep);
+  }
+  Status save(int64_t step) {
+    return save(step, [&](const std::string& directory) { return write_own(directory, step); });
+  }
+  std::string checkpoints() const {
+    std::string s;
+    const Result<std::vector<Checkpoint>> complete = complete_checkpoints(path("run"));
+    for (const Checkpoint& c : complete.value()) s += fmt::format("{} ", c.step);
+    return s;
+  }
+  int64_t num_entries() const { return std::distance(fs::directory_iterator(path("run/checkpoints")), fs::directory_iterator()); }
+
+  std::unique_ptr<RunDir> dir_;  // of rank 0
+};
+
+TEST_F(ShardedSave, HoldsEveryRanksFilesAndTheirChecksums) {
+  for (int64_t step = 1; step <= 3; ++step) ASSERT_TRUE(save(step).is_ok());
+  ASSERT_TRUE(save(3, [](const std::string&) { return Status::error("it is there already"); }).is_ok());
+  EXPECT_EQ(checkpoints(), "2 3 ");
+  EXPECT_EQ(num_entries(), 2);
+  const std::string newest = path("run/checkpoints/step_000003");
+  Result<BoxFiles> files = BoxFiles::open(newest, kMastersStem);
+  ASSERT_TRUE(files.is_ok()) << files.message();
+  std::vector<float> x(kRows * kColumns);
+  ASSERT_TRUE(files.value().read("x", whole_box({kRows, kColumns}), TensorView(x.data(), DType::f32, {kRows, kColumns})).is_ok());
+  EXPECT_EQ(x, numbers(3));
+  const Result<JsonValue> sums = parse_json(contents(newest + "/checksums.json"));
+  ASSERT_TRUE(sums.is_ok());
+  EXPECT_EQ(sums.value().members.size(), static_cast<size_t>(2 * world->size() + 3)) << "config.json, settings, state";
+  EXPECT_TRUE(check_checkpoint(newest, world->rank(), world->size()).is_ok());
+  world->all().barrier("checked");
+
+  // A byte of the last rank's file: whoever has to read it says so.
+  const std::string file = box_file(kMastersStem, world->size() - 1, world->size());
+  if (first()) {
+    std::string bytes = contents(newest + "/" + file);
+    bytes.back() ^= 1;
+    std::ofstream(newest + "/" + file, std::ios::binary) << bytes;
+  }
+  world->all().barrier("damaged");
+  const Status damaged = Peers(world).agree(check_checkpoint(newest, world->rank(), world->size()), "checksums");
+  EXPECT_NE(damaged.message().find(file + " is damaged"), std::string::npos) << damaged.message();
+}
+
+TEST_F(ShardedSave, AFullDiskOfOneRankLeavesNoHalfCheckpoint) {
+  ASSERT_TRUE(save(1).is_ok());
+  const int last = world->size() - 1;
+  const Status full = save(2, [&](const std::string& directory) {
+    if (world->rank() != last) return write_own(directory, 2);
+    rlimit before{};  // a limit of the process stands in for the disk
+    ::getrlimit(RLIMIT_FSIZE, &before);
+    const rlimit small = {4096, before.rlim_max};
+    const auto handler = ::signal(SIGXFSZ, SIG_IGN);
+    ::setrlimit(RLIMIT_FSIZE, &small);
+    const Status s = write_own(directory, 2);
+    ::setrlimit(RLIMIT_FSIZE, &before);
+    ::signal(SIGXFSZ, handler);
+    return s;
+  });
+  ASSERT_FALSE(full.is_ok());
+  EXPECT_NE(full.message().find(box_file(kMastersStem, last, world->size())), std::string::npos) << full.message();
+  EXPECT_TRUE(last == 0 || full.message().starts_with(fmt::format("rank {}: cannot write", last))) << full.message();
+  world->all().barrier("failed");
+  EXPECT_EQ(checkpoints(), "1 ");
+  EXPECT_EQ(num_entries(), 1);
+  world->all().barrier("looked");
+  ASSERT_TRUE(save(2).is_ok());
+  EXPECT_EQ(checkpoints(), "1 2 ");
+
+  // A directory in the way of the name is rank 0's error, and everyone's.
+  if (first()) fs::create_directories(path("run/checkpoints/step_000003.partial"));
+  world->all().barrier("leftover");
+  const Status in_the_way = save(3, [&](const std::string& directory) {
+    if (first()) fs::create_directories(directory + "/state.json/x");
+    return write_own(directory, 3);
+  });
+  EXPECT_NE(in_the_way.message().find("state.json"), std::string::npos) << in_the_way.message();
+  world->all().barrier("failed");
+  EXPECT_EQ(checkpoints(), "1 2 ");
+  EXPECT_EQ(num_entries(), 2);
 }
 
 TEST_F(DataParallel, AnErrorOfOneRankIsAnErrorOfAll) {

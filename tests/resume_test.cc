@@ -7,10 +7,14 @@
 #include <filesystem>
 #include <fstream>
 
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "io/file.h"
 #include "io/run_dir.h"
+#include "io/safetensors.h"
+#include "model/checkpoint_boxes.h"
 #include "rl/arithmetic.h"
 #include "rl/loop.h"
 #include "rl/sft.h"
@@ -92,6 +96,74 @@ TEST_F(Resume, AfterBeingKilled) {
   expect_same_runs("straight", "killed", 12);
 }
 
+// SIGKILL in the middle of a rollout, twice: what had finished is taken from the log, in the step that was cut short and in those since the
+// checkpoint, and the rest is drawn.
+TEST_F(Resume, KilledInARolloutNothingFinishedIsDrawnAgain) {
+  LoopConfig config = loop_config("straight", 8);
+  config.run.checkpoint_every = 3;
+  config.run.eval_every = 4;
+  config.rollout.max_running = 3;  // samples finish a few at a time
+  config.train.steps_per_rollout = 2;
+  const int64_t a_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
+  EXPECT_EQ(run(config, false).samples_drawn, 8 * a_step);
+
+  LoopConfig killed = config;
+  killed.run.dir = path("killed");
+  // Ends this process when `count` samples of the step have finished.
+  const auto run_until = [&](int64_t step, int64_t count, bool resume) {
+    const pid_t child = fork();
+    if (child == 0) {
+      Hooks hooks;
+      const std::string rollout = fmt::format("step {}/8 rollout", step);
+      hooks.progress = [&](const std::string& label, int64_t done, int64_t, double, const std::string&) {
+        if (label == rollout && done >= count) ::kill(::getpid(), SIGKILL);
+      };
+      const Result<LoopReport> report = run_loop(killed, resume, hooks);
+      _exit(1);
+    }
+    int status = 0;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+  };
+  const auto logged_lines = [&](int64_t step) {
+    const std::string text = contents(rollout_log_path(path("killed"), step) + "/rank_0.jsonl");
+    int64_t lines = 0;
+    for (size_t at = text.find("\"key\""); at != std::string::npos; at = text.find("\"key\"", at + 1)) ++lines;
+    return lines;
+  };
+  run_until(5, 3, false);
+  EXPECT_EQ(logged_lines(4), a_step);
+  const int64_t first = logged_lines(5);
+  EXPECT_TRUE(first >= 3 && first < a_step) << first;
+  run_until(5, 2, true);  // goes on from step 3, and is killed after two more
+  const int64_t second = logged_lines(5);
+  EXPECT_TRUE(second >= first + 2 && second < a_step) << second;
+  EXPECT_EQ(logged_lines(4), a_step) << "step 4 was trained again and drawn once";
+
+  std::string said;
+  Hooks hooks;
+  hooks.line = [&](const std::string& text) { said += text + "\n"; };
+  Result<LoopReport> resumed = run_loop(killed, true, hooks);
+  ASSERT_TRUE(resumed.is_ok()) << resumed.message();
+  EXPECT_EQ(resumed.value().first_step, 3);
+  EXPECT_EQ(resumed.value().samples_logged, a_step + second);
+  EXPECT_EQ(resumed.value().samples_drawn, 5 * a_step - a_step - second);
+  EXPECT_EQ(resumed.value().max_gap, 0);
+  EXPECT_NE(said.find(fmt::format("{} finished rollouts of step 5 taken from the log\n", second)), std::string::npos) << said;
+  expect_same_runs("straight", "killed", 8);
+  EXPECT_TRUE(fs::is_empty(path("killed/rollout_log"))) << "every step has its checkpoint";
+
+  // The same with other weights and with other settings: nothing is taken.
+  fs::remove_all(path("killed"));
+  run_until(5, 3, false);
+  said.clear();
+  killed.rollout.temperature = 0.9f;
+  ASSERT_TRUE(run_loop(killed, true, hooks).is_ok());
+  EXPECT_NE(said.find(fmt::format("0 finished rollouts of step 4 taken from the log, {} of other weights or settings left there", a_step)),
+            std::string::npos)
+      << said;
+}
+
 TEST_F(Resume, BeforeTheFirstCheckpointBeginsAgain) {
   LoopConfig config = loop_config("straight", 3);
   run(config, false);
@@ -145,6 +217,42 @@ TEST_F(Resume, RefusesAnotherTokenizerThanTheCheckpoints) {
   const Result<LoopReport> refused = run_loop(second, false, Hooks());
   ASSERT_FALSE(refused.is_ok());
   EXPECT_NE(refused.message().find("was trained with another tokenizer"), std::string::npos) << refused.message();
+}
+
+// Masters in as many files as there were ranks are initial weights like any others.
+TEST_F(Resume, MastersInManyFilesAreInitialWeights) {
+  run(loop_config("first", 2), false);
+  LoopConfig next = loop_config("whole", 2);
+  next.model.init = path("first/checkpoints/step_000002");
+  next.model.config = next.model.tokenizer = "";
+  run(next, false);
+
+  fs::copy(next.model.init, path("pieces"));
+  fs::remove(path("pieces/checksums.json"));
+  fs::remove(path("pieces/masters.safetensors"));
+  {
+    Result<SafetensorsFile> whole = SafetensorsFile::open(next.model.init + "/masters.safetensors");
+    ASSERT_TRUE(whole.is_ok()) << whole.message();
+    constexpr int kRanks = 3;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      std::vector<BoxView> boxes;
+      for (const SafetensorsEntry& e : whole.value().tensors()) {
+        const ConstTensorView values = matrix_view(whole.value().view(e.name).value());
+        const Range rows = part_of(values.rows(), kRanks, rank);
+        Shape shape;
+        for (const int64_t d : e.shape) shape.dims[static_cast<size_t>(shape.rank++)] = d;
+        boxes.push_back({e.name, shape, {rows, {0, values.dim(1)}}, values.slice(rows.begin, rows.size())});
+      }
+      ASSERT_TRUE(write_boxes(path("pieces") + "/" + box_file(kMastersStem, rank, kRanks), boxes, whole.value().metadata()).is_ok());
+    }
+  }
+  next.run.dir = path("of_pieces");
+  next.model.init = path("pieces");
+  run(next, false);
+  expect_same_runs("whole", "of_pieces", 2);
+  fs::remove(path("pieces/masters-00002-of-00003.safetensors"));
+  next.run.dir = path("none");
+  EXPECT_NE(run_loop(next, false, Hooks()).message().find("masters-00002-of-00003.safetensors is missing; 3 ranks wrote this checkpoint"), std::string::npos);
 }
 
 TEST_F(Resume, RefusesACheckpointUnderAnotherName) {

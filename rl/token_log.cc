@@ -1,0 +1,218 @@
+#include "rl/token_log.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <filesystem>
+#include <optional>
+#include <set>
+
+#include <xxhash.h>
+
+#include "io/json.h"
+
+namespace lockstep {
+
+namespace {
+
+constexpr std::string_view kSumMember = ",\"sum\":\"";
+constexpr size_t kSumDigits = 16;
+
+std::string hex(uint64_t x) { return fmt::format("{:016x}", x); }
+
+std::string with_sum(const JsonLine& line) {
+  std::string text = line.str();
+  const uint64_t sum = XXH64(text.data(), text.size(), 0);
+  text.pop_back();  // the brace
+  return text + std::string(kSumMember) + hex(sum) + "\"}";
+}
+
+// The line without its sum; nothing if the two do not belong together.
+std::optional<std::string> without_sum(std::string_view line) {
+  const size_t tail = kSumMember.size() + kSumDigits + 2;
+  if (line.size() < tail + 2 || line.substr(line.size() - tail, kSumMember.size()) != kSumMember) return std::nullopt;
+  std::string text(line.substr(0, line.size() - tail));
+  text += '}';
+  if (line.substr(line.size() - 2 - kSumDigits) != hex(XXH64(text.data(), text.size(), 0)) + "\"}") return std::nullopt;
+  return text;
+}
+
+uint64_t sampling_sum(const SamplingOptions& s) {
+  std::string text = fmt::format("{:08x} {:08x} {:08x} {} {} {}", std::bit_cast<uint32_t>(s.temperature), std::bit_cast<uint32_t>(s.top_p),
+                                 std::bit_cast<uint32_t>(s.min_p), s.top_k, s.max_new_tokens, s.min_new_tokens);
+  for (const int32_t id : s.stop_ids) text += fmt::format(" {}", id);
+  return XXH64(text.data(), text.size(), 0);
+}
+
+uint64_t request_key(int64_t step, uint64_t weights, const Request& r) {
+  const std::string text = fmt::format("{} {:016x} {} {} {:016x}", step, weights, r.seed, r.prompt_id, sampling_sum(r.sampling));
+  return XXH64(r.prompt.data(), r.prompt.size() * sizeof(int32_t), XXH64(text.data(), text.size(), 0));
+}
+
+JsonLine completion_line(uint64_t key, const Completion& c) {
+  std::vector<int32_t> bits;
+  bits.reserve(c.logprobs.size());
+  for (const float l : c.logprobs) bits.push_back(std::bit_cast<int32_t>(l));
+  JsonLine line;
+  line.add("key", hex(key))
+      .add("prompt_id", c.prompt_id)
+      .add("sample_idx", c.sample_idx)
+      .add("reason", finish_reason_name(c.reason))
+      .add("tokens", std::span<const int32_t>(c.tokens))
+      .add("logprob_bits", std::span<const int32_t>(bits))
+      .add("versions", std::span<const int32_t>(c.versions));
+  return line;
+}
+
+bool read_number(const JsonValue& object, const char* name, int64_t* out) {
+  const JsonValue* v = object.find(name);
+  return v != nullptr && v->as_int64(out);
+}
+
+bool read_numbers(const JsonValue& object, const char* name, std::vector<int32_t>* out) {
+  const JsonValue* v = object.find(name);
+  if (v == nullptr || !v->is(JsonValue::Kind::array)) return false;
+  for (const JsonValue& item : v->items) {
+    int64_t n = 0;
+    if (!item.as_int64(&n) || n != static_cast<int32_t>(n)) return false;
+    out->push_back(static_cast<int32_t>(n));
+  }
+  return true;
+}
+
+// A completion and its key, from a line whose sum was right; nothing for any line that append() does not write.
+std::optional<std::pair<Completion, std::string>> parse_completion(const JsonValue& line) {
+  Completion c;
+  int64_t prompt_id = 0, sample_idx = 0;
+  std::vector<int32_t> bits;
+  const JsonValue *key = line.find("key"), *reason = line.find("reason");
+  if (key == nullptr || reason == nullptr || !read_number(line, "prompt_id", &prompt_id) || !read_number(line, "sample_idx", &sample_idx) ||
+      !read_numbers(line, "tokens", &c.tokens) || !read_numbers(line, "logprob_bits", &bits) || !read_numbers(line, "versions", &c.versions) ||
+      c.tokens.empty() || bits.size() != c.tokens.size() || c.versions.size() != c.tokens.size())
+    return std::nullopt;
+  c.prompt_id = static_cast<uint64_t>(prompt_id);
+  c.sample_idx = static_cast<int32_t>(sample_idx);
+  for (const int32_t b : bits) c.logprobs.push_back(std::bit_cast<float>(b));
+  if (reason->text == finish_reason_name(FinishReason::stop)) {
+    c.reason = FinishReason::stop;
+  } else if (reason->text == finish_reason_name(FinishReason::length)) {
+    c.reason = FinishReason::length;
+  } else {
+    return std::nullopt;
+  }
+  return std::pair(std::move(c), key->text);
+}
+
+bool by_prompt_and_sample(const Completion& a, const Completion& b) {
+  return std::pair(a.prompt_id, a.sample_idx) < std::pair(b.prompt_id, b.sample_idx);
+}
+
+}  // namespace
+
+TokenLog::TokenLog(std::string directory, int64_t step, uint64_t weights, std::span<const Request> requests, int rank)
+    : directory_(std::move(directory)), path_(fmt::format("{}/rank_{}.jsonl", directory_, rank)) {
+  for (const Request& r : requests) {
+    const Wanted wanted = {request_key(step, weights, r), r.first_sample, r.num_samples};
+    CHECK(requests_.emplace(r.prompt_id, wanted).second, "two requests for prompt {}", r.prompt_id);
+  }
+  JsonLine header;
+  header.add("step", step).add("seed", requests.empty() ? 0 : requests.front().seed).add("weights", hex(weights));
+  if (!requests.empty()) header.add("sampling", hex(sampling_sum(requests.front().sampling)));
+  header_ = with_sum(header) + "\n";
+}
+
+Result<LoggedRollout> TokenLog::read() const {
+  LoggedRollout found;
+  std::vector<std::string> paths;
+  std::error_code error;
+  std::filesystem::directory_iterator it(directory_, error);
+  if (error == std::errc::no_such_file_or_directory) return found;
+  for (; !error && it != std::filesystem::directory_iterator(); it.increment(error)) paths.push_back(it->path().string());
+  if (error) return errorf("cannot list {}: {}", directory_, error.message());
+  std::sort(paths.begin(), paths.end());
+
+  std::set<std::pair<uint64_t, int32_t>> seen;
+  for (const std::string& path : paths) {
+    Result<std::string> text = read_file(path);
+    if (!text) return text.status();
+    for (std::string_view rest = text.value(); !rest.empty();) {
+      const size_t end = std::min(rest.find('\n'), rest.size());
+      const std::string_view line = rest.substr(0, end);
+      rest.remove_prefix(std::min(end + 1, rest.size()));
+      const std::optional<std::string> body = without_sum(line);
+      const Result<JsonValue> json = body ? parse_json(*body) : Result<JsonValue>(Status::error("damaged"));
+      if (!json) {
+        found.damaged_lines += line.empty() ? 0 : 1;
+        continue;
+      }
+      if (json.value().find("key") == nullptr) continue;  // a header
+      auto parsed = parse_completion(json.value());
+      if (!parsed) {
+        ++found.damaged_lines;
+        continue;
+      }
+      Completion& c = parsed->first;
+      const auto wanted = requests_.find(c.prompt_id);
+      if (wanted == requests_.end() || parsed->second != hex(wanted->second.key)) {
+        ++found.foreign_lines;
+        continue;
+      }
+      const int64_t place = int64_t{c.sample_idx} - wanted->second.first_sample;
+      if (place < 0 || place >= wanted->second.num_samples) continue;  // there were more samples a prompt
+      if (seen.emplace(c.prompt_id, c.sample_idx).second) found.completions.push_back(std::move(c));
+    }
+  }
+  std::sort(found.completions.begin(), found.completions.end(), by_prompt_and_sample);
+  return found;
+}
+
+Status TokenLog::append(std::span<const Completion> finished) {
+  std::string text;
+  for (const Completion& c : finished) {
+    if (c.reason == FinishReason::abort) continue;
+    const auto wanted = requests_.find(c.prompt_id);
+    CHECK(wanted != requests_.end(), "prompt {} is not of this step", c.prompt_id);
+    text += with_sum(completion_line(wanted->second.key, c)) + "\n";
+  }
+  if (text.empty()) return Status::ok();
+  if (!file_.is_open()) {
+    LOCKSTEP_RETURN_IF_ERROR(make_directories(directory_));
+    file_ = FileDescriptor(::open(path_.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0666));
+    if (!file_.is_open()) return errno_status("cannot open", path_, errno);
+    text = "\n" + header_ + text;  // an earlier start's last line may have been cut off
+  }
+  struct stat before {};
+  if (::fstat(file_.get(), &before) != 0) return errno_status("cannot look at", path_, errno);
+  const Status written = write_fully(file_.get(), text, path_);
+  if (!written && ::ftruncate(file_.get(), before.st_size) != 0) return errorf("{}; a cut-off line stays behind", written.message());
+  return written;
+}
+
+std::vector<Request> missing_requests(std::span<const Request> requests, std::span<const Completion> have) {
+  std::set<std::pair<uint64_t, int32_t>> there;
+  for (const Completion& c : have) there.emplace(c.prompt_id, c.sample_idx);
+  std::vector<Request> missing;
+  for (const Request& r : requests) {
+    bool open = false;  // the last request of `missing` ends just before this sample
+    for (int32_t s = r.first_sample; s < r.first_sample + r.num_samples; ++s) {
+      if (there.contains({r.prompt_id, s})) {
+        open = false;
+        continue;
+      }
+      if (!open) {
+        missing.push_back(r);
+        missing.back().first_sample = s;
+        missing.back().num_samples = 0;
+      }
+      ++missing.back().num_samples;
+      open = true;
+    }
+  }
+  return missing;
+}
+
+}  // namespace lockstep
