@@ -2,6 +2,8 @@
 
 #include <cstdio>
 
+#include <fmt/core.h>
+
 #include "cli/console.h"
 #include "parallel/collective.h"
 
@@ -35,9 +37,8 @@ int run_on(RankWorld& world, const Result<ResolvedConfig>& config, bool resume) 
                 static_cast<long long>(values.run.steps));
     return kExitOk;
   }
-  std::printf("steps %lld to %lld; %lld log-probs compared, largest gap %g; checkpoint %s\n",
-              static_cast<long long>(r.first_step), static_cast<long long>(r.last_step),
-              static_cast<long long>(r.compared_tokens), r.max_gap, r.checkpoint.c_str());
+  fmt::print("steps {} to {}; {} samples drawn, {} taken from the log; {} log-probs compared, largest gap {}; checkpoint {}\n", r.first_step, r.last_step,
+             r.samples_drawn, r.samples_logged, r.compared_tokens, r.max_gap, r.checkpoint);
   return kExitOk;
 }
 

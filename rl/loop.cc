@@ -136,6 +136,7 @@ class Loop {
   uint64_t weights_sum_ = 0;       // Policy::weights_sum over all ranks, of the weights as they are
   LoopReport report_;
   int64_t equal_steps_ = 0;      // in a row, up to now, in which all rewards were equal
+  Stopwatch since_waits_;
   double logprob_seconds_ = 0;  // of this step: trainer forwards besides the one that is differentiated
 };
 
@@ -599,7 +600,12 @@ Status Loop::run() {
         .add("perf/optimizer_time", actor.optimizer_seconds() - optimizer_before)
         .add("perf/rollout_tok_per_s", rollout_rate)
         .add("perf/actor_train_tok_per_s", train_rate);
-    if (!waits.empty()) timing.add("perf/wait_times", std::span<const float>(waits));
+    if (!waits.empty()) {
+      std::vector<float> shares;
+      const double since_s = since_waits_.lap();
+      for (const float wait_s : waits) shares.push_back(static_cast<float>(wait_s / since_s));
+      timing.add("perf/wait_times", std::span<const float>(waits)).add("perf/wait_share", std::span<const float>(shares));
+    }
     if (peers_.first()) write_timing(timing);
     const double left_s =
         whole.seconds() / static_cast<double>(state_.step - report_.first_step) * static_cast<double>(run.steps - state_.step);

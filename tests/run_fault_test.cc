@@ -11,8 +11,8 @@
 #include <chrono>
 #include <fstream>
 #include <map>
+#include <optional>
 #include <random>
-#include <set>
 #include <sstream>
 #include <thread>
 
@@ -26,7 +26,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int kRanks = 4;
-constexpr int64_t kSteps = 12;
+constexpr int64_t kSteps = 12, kSamples = 24;  // of a step
 constexpr double kDeadline = 4;  // seconds; the slowest honest wait of this run takes a fraction of one
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -109,11 +109,25 @@ std::map<std::string, std::string> left_behind(const fs::path& run) {
   return files;
 }
 
+// Lines of the rollout log, which are finished samples, of the steps after `step`.
+int64_t logged_samples(const fs::path& run, int64_t step) {
+  int64_t lines = 0;
+  if (!fs::exists(run / "rollout_log")) return 0;
+  for (const auto& entry : fs::recursive_directory_iterator(run / "rollout_log")) {
+    if (!entry.is_regular_file() || entry.path().parent_path().filename() <= step_name(step)) continue;
+    std::istringstream text(contents(entry.path()));
+    for (std::string line; std::getline(text, line);) lines += line.find("\"prompt_id\"") != std::string::npos && line.ends_with('}');
+  }
+  return lines;
+}
+
 struct Trial {
   bool noticed = false, in_time = false, named = false, resumed = false, same = false;
+  bool kept = false;  // every finished sample was taken from the log, and no other left out
   double seconds = 0;  // from the fault to the end of the job
+  int64_t logged = 0;
   std::string operation;
-  bool ok() const { return noticed && in_time && named && resumed && same; }
+  bool ok() const { return noticed && in_time && named && resumed && same && kept; }
 };
 
 class RunFault : public ::testing::Test {
@@ -181,8 +195,12 @@ freeze_router = false
         t.operation = d.operation;
       }
     }
+    const int64_t checkpoint = newest_step(run), logged = logged_samples(run, checkpoint);
     Job again(path("run.toml"), run, true, log);
     t.resumed = again.wait_for(300) == 0;
+    t.kept = contents(log).find(fmt::format("steps {} to {}; {} samples drawn, {} taken from the log", checkpoint, kSteps,
+                                            (kSteps - checkpoint) * kSamples - logged, logged)) != std::string::npos;
+    t.logged = logged;
     const std::map<std::string, std::string> files = left_behind(run);
     t.same = files == reference_;
     if (!t.ok()) {
@@ -194,6 +212,11 @@ freeze_router = false
     return t;
   }
 
+  // Of the newest complete checkpoint; 0 without one.
+  static int64_t newest_step(const std::string& run) {
+    const Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(run);
+    return newest && newest.value() ? newest.value()->step : 0;
+  }
   std::string path(const std::string& name) const { return directory_.file(name); }
 
   testing::TemporaryDirectory directory_;
@@ -217,8 +240,8 @@ TEST_F(RunFault, FiftyTrials) {
     right += t.ok();
     slowest = std::max(slowest, t.seconds);
     ++operations[t.operation];
-    std::printf("trial %d of seed %u: %s of rank %d at %.2f of the run, in %s: ended after %.2f s; noticed %d, in time %d, named %d, resumed %d, same bytes %d\n", made,
-                seed, signal == SIGKILL ? "SIGKILL" : "SIGSTOP", victim, moment, t.operation.c_str(), t.seconds, t.noticed, t.in_time, t.named, t.resumed, t.same);
+    std::printf("trial %d of seed %u: %s of rank %d at %.2f of the run, in %s: ended after %.2f s; noticed %d, in time %d, named %d, resumed %d, same bytes %d, %ld finished samples kept %d\n", made,
+                seed, signal == SIGKILL ? "SIGKILL" : "SIGSTOP", victim, moment, t.operation.c_str(), t.seconds, t.noticed, t.in_time, t.named, t.resumed, t.same, t.logged, t.kept);
     std::fflush(stdout);
   }
   std::printf("  %d of %d trials right; the slowest ended %.2f s after the fault (deadline %.0f s); the others waited in:\n", right, made, slowest, kDeadline);
