@@ -45,6 +45,11 @@ class SafetensorsFile {
 
   // The tensor's bytes as stored, whatever its dtype.
   std::span<const uint8_t> bytes(const SafetensorsEntry& entry) const;
+  // For readers who pass over more than fits in memory: the tensor's bytes have been read (MappedFile::release).
+  void release(const SafetensorsEntry& entry) const {
+    const std::span<const uint8_t> b = bytes(entry);
+    file_.release({reinterpret_cast<const char*>(b.data()), b.size()});
+  }
 
   // A view into the mapping: F32, BF16, F64, I32, I64, U8, F8_E4M3, F8_E5M2, F8_E8M0 (ue8m0) and I8 (e2m1x2, two FP4 numbers
   // a byte, as released checkpoints have it), up to 4 dimensions ([] is seen as [1]). The format promises no alignment; where the data is not aligned for its dtype, this is an error that says so: use copy_to().
@@ -82,6 +87,23 @@ class SafetensorsWriter {
   std::vector<Item> items_;
   std::unordered_map<std::string, size_t> index_;
   std::map<std::string, std::string> metadata_;
+};
+
+// Writes a file whose bytes arrive piece by piece: all tensors are declared first, in the order in which they will lie in the file.
+class SafetensorsStream {
+ public:
+  // Name, dtype and shape of each entry count, begin and end are set here. CHECK: a name twice or reserved, an unknown dtype.
+  static Result<SafetensorsStream> create(const std::string& path, std::vector<SafetensorsEntry> entries,
+                                          const std::map<std::string, std::string>& metadata);
+  Status write(std::span<const uint8_t> bytes);
+  // Replaces the path atomically, once it is synced. CHECK: exactly the bytes that were declared were written.
+  Status commit();
+
+ private:
+  SafetensorsStream(AtomicFile file, uint64_t missing) : file_(std::move(file)), missing_(missing) {}
+
+  AtomicFile file_;
+  uint64_t missing_;  // bytes
 };
 
 }  // namespace lockstep
