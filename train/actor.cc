@@ -103,6 +103,7 @@ struct Actor::Impl {
     CHECK(a.max_tokens_per_microbatch > 0, "a micro-batch of {} tokens", a.max_tokens_per_microbatch);
     model.weights = &weights;
     model.rope = rope;
+    model.cache = options.cache;
     const Shard& shard = w.shard();
     CHECK(shard.embedding == (links.stage() == 0) && shard.head == last_stage() && shard.tp == layout().tp &&
               shard.experts == part_of(w.config().num_experts, layout().ep, groups == nullptr ? 0 : groups->ep.rank()),
@@ -173,6 +174,11 @@ struct Actor::Impl {
   void publish() {
     optimizer.write_rows(c, weights);
     partition.share_rows(c, weights);
+    for (const TensorSpec& spec : weights.table()) {  // each rank quantises all it holds: blocks span rows that ranks step apart
+      if (weights.scales(spec.id).empty() || gradients.set.views[static_cast<size_t>(spec.id)].empty()) continue;
+      const ArenaScope scope(*c.workspace);
+      weights.store(c, spec.id, partition.gather_master(c, spec.id, optimizer.master(spec.id)));
+    }
     weights.commit(c, weights.version() + 1);
   }
 
