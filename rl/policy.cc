@@ -230,35 +230,47 @@ Result<std::optional<SyncReceipt>> Policy::sync() {
 uint64_t Policy::trainer_checksum() const {
   uint64_t sum = 0;
   for (const TensorSpec& t : weights_->table())
-    if (t.held()) sum = XXH64(weights_->view(t.id).rows.data, weights_->view(t.id).rows.bytes(), sum);
+    for (const ConstTensorView& v : {weights_->view(t.id).rows, weights_->view(t.id).scales})
+      if (!v.empty()) sum = XXH64(v.data, v.bytes(), sum);
   return sum;
 }
 
 uint64_t Policy::weights_sum() {
   const Coordinates at = ranks_ == nullptr ? Coordinates() : ranks_->train.at();
   const int replica = ranks_ == nullptr ? 0 : ranks_->train.grid.ep_block(ranks_->train.rank);
+  const Numerics numerics = weights_->numerics();
   std::atomic<uint64_t> total = 0;
-  for (const TensorSpec& t : weights_->table()) {
-    // One rank of those that hold a number counts it.
-    const bool counts = t.cut == Cut::experts ? replica == 0 && at.tp == 0 : at.dp == 0 && (t.cut != Cut::none || at.tp == 0);
-    if (!t.held() || !counts) continue;
-    const ConstTensorView m = matrix_view(weights_->view(t.id).rows);
-    const int64_t width = whole_box(t.whole).columns.size();
+  // Every stored element with its place in the whole tensor, mixed, so that the order of adding does not matter.
+  const auto add = [&](ConstTensorView m, uint64_t name, int64_t first_row, int64_t first_column) {
     const size_t bytes = dtype_bytes(m.dtype);
     parallel_for(context(), m.rows(), 4 * m.dim(1), [&](int64_t begin, int64_t end, int) {
       uint64_t sum = 0;
       for (int64_t r = begin; r < end; ++r) {
-        const char* number = static_cast<const char*>(m.data) + static_cast<size_t>(r * m.row_stride) * bytes;
-        uint64_t place = static_cast<uint64_t>((t.box.rows.begin + r) * width + t.box.columns.begin);
-        for (int64_t k = 0; k < m.dim(1); ++k, ++place, number += bytes) {
+        const char* element = static_cast<const char*>(m.data) + static_cast<size_t>(r * m.row_stride) * bytes;
+        const uint64_t row = name + static_cast<uint64_t>(first_row + r) * 0x9e3779b97f4a7c15u;
+        for (int64_t k = 0; k < m.dim(1); ++k, element += bytes) {
           uint64_t x = 0;
-          std::memcpy(&x, number, bytes);
-          x = (x + (static_cast<uint64_t>(t.id) << 48) + place * 0x9e3779b97f4a7c15u) * 0xbf58476d1ce4e5b9u;
+          std::memcpy(&x, element, bytes);
+          x = (x + (row + static_cast<uint64_t>(first_column + k)) * 0xd6e8feb86659fd93u) * 0xbf58476d1ce4e5b9u;
           sum += (x ^ x >> 29) * 0x94d049bb133111ebu;
         }
       }
       total += sum;
     });
+  };
+  for (const TensorSpec& t : weights_->table()) {
+    // One rank of those that hold a number counts it.
+    const bool counts = t.cut == Cut::experts ? replica == 0 && at.tp == 0 : at.dp == 0 && (t.cut != Cut::none || at.tp == 0);
+    if (!t.held() || !counts) continue;
+    const WeightView& w = weights_->view(t.id);
+    const ConstTensorView rows = matrix_view(w.rows);
+    const auto name = static_cast<uint64_t>(t.id) << 32;
+    // Two numbers of fp4 are one element.
+    add(rows, name, t.box.rows.begin, t.box.columns.begin * rows.dim(1) / t.box.columns.size());
+    if (w.quantized()) {
+      const BlockGrid row_grid = t.row_grid(numerics), col_grid = t.col_grid(numerics);
+      add(matrix_view(w.scales), ~name, row_grid.blocks_in(t.box.rows.begin), col_grid.blocks_in(t.box.columns.begin));
+    }
   }
   return total;
 }
