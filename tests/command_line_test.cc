@@ -161,7 +161,7 @@ TEST_F(CommandLine, RewardsThatAreAllEqualAreNamed) {
 
 TEST_F(CommandLine, Ranks) {
   prepare();
-  expect(lockstep("train run.toml --set parallel.pp=2"), 2, "--set parallel.pp: parallel.pp is 2; not yet");
+  expect(lockstep("train run.toml --set parallel.pp=2"), 2, "tp 1 x pp 2 = 2 does not divide the 1 ranks that were started");
   expect(lockstep("train run.toml --set parallel.dp=2"), 2, "tp 1 x pp 1 x dp 2 is 2 ranks, but 1 was started");
   EXPECT_FALSE(fs::exists(path("run")));
   expect(lockstep("train run.toml --set parallel.dp=1"), 0, "steps 0 to 1");
