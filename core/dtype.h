@@ -107,9 +107,29 @@ struct DTypeOf<e2m1x2> { static constexpr DType value = DType::e2m1x2; };
 template <>
 struct DTypeOf<ue8m0> { static constexpr DType value = DType::ue8m0; };
 
-// The model-wide choice of storage: weights of matrices and activations in this dtype, accumulation in f32.
-enum class Numerics : uint8_t { f32, bf16 };
+// The model-wide choice of arithmetic. f32, bf16: weights of matrices and activations in this dtype, accumulation in f32. fp8: the large
+// linear layers multiply E4M3 codes of weights and activations, everything else as in bf16. fp4: fp8, with routed experts' weights in MXFP4.
+// Which layers: TensorSpec::quant_format (model/weights.h); the product: ops/matmul/matmul.h.
+enum class Numerics : uint8_t { f32, bf16, fp8, fp4 };
+inline constexpr Numerics kAllNumerics[] = {Numerics::f32, Numerics::bf16, Numerics::fp8, Numerics::fp4};
 constexpr DType storage_dtype(Numerics n) { return n == Numerics::f32 ? DType::f32 : DType::bf16; }
-constexpr const char* numerics_name(Numerics n) { return n == Numerics::f32 ? "f32" : "bf16"; }
+constexpr bool is_quantized(Numerics n) { return n == Numerics::fp8 || n == Numerics::fp4; }
+constexpr const char* numerics_name(Numerics n) {
+  switch (n) {
+    case Numerics::f32: return "f32";
+    case Numerics::bf16: return "bf16";
+    case Numerics::fp8: return "fp8";
+    case Numerics::fp4: return "fp4";
+  }
+  return "?";
+}
+
+// What is rounded further before attention keeps it, in any mode (V4 spec 3.3; off by default, as in 3.4). The call that makes such a row reads
+// it rounded too. kv_fp8: the channels of window rows and compressed entries that are not rotated, E4M3 1x64. index_fp4: indexer queries and
+// keys, rotated by a Hadamard matrix and rounded to E2M1 1x32.
+struct CacheRounding {
+  bool kv_fp8 = false, index_fp4 = false;
+  bool operator==(const CacheRounding&) const = default;
+};
 
 }  // namespace lockstep

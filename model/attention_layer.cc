@@ -44,7 +44,7 @@ LayerParts layer_parts(const Model& model, int layer, const SequenceBatch& batch
 }
 
 // Group i of a grouped output: columns of o and of a, and the group's own matrix.
-WeightView group_weight(const WeightView& wo_a, int64_t i) { return {wo_a.rows.at(i), wo_a.panels.at(i)}; }
+WeightView group_weight(const WeightView& wo_a, int64_t i) { return wo_a.at(i); }
 
 CompressorShape compressor_shape(const LayerConfig& l, int64_t width) { return {l.ratio, l.overlap(), width}; }
 

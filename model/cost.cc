@@ -140,14 +140,21 @@ double decode_flops(const ModelConfig& config, int64_t n) {
 
 int64_t weight_bytes(const std::vector<TensorSpec>& table, Numerics numerics) {
   int64_t bytes = 0;
-  for (const TensorSpec& t : table) bytes += t.shape.elements() * static_cast<int64_t>(dtype_bytes(t.weight_dtype(numerics)));
+  for (const TensorSpec& t : table)
+    if (t.held()) bytes += t.stored_shape(numerics).elements() * static_cast<int64_t>(dtype_bytes(t.weight_dtype(numerics))) + t.scale_shape(numerics).elements();
   return bytes;
 }
 
 int64_t panel_bytes(const std::vector<TensorSpec>& table, Numerics numerics) {
   int64_t bytes = 0;
-  for (const TensorSpec& t : table)
-    if (t.held() && t.has_panels()) bytes += panel_shape(t.weight_shape()).elements() * static_cast<int64_t>(dtype_bytes(t.weight_dtype(numerics)));
+  for (const TensorSpec& t : table) {
+    if (!t.held() || !t.has_panels()) continue;
+    const Shape panels = panel_shape(t.stored_shape(numerics));
+    bytes += panels.elements() * static_cast<int64_t>(dtype_bytes(t.weight_dtype(numerics)));
+    // Scales: one f32 a row of each panel and block of columns.
+    if (t.quant_format(numerics))
+      bytes += panels.elements() / panels[panels.rank - 2] * t.col_grid(numerics).blocks_in(t.shape[t.shape.rank - 1]) * static_cast<int64_t>(sizeof(float));
+  }
   return bytes;
 }
 

@@ -38,7 +38,32 @@ bool TensorSpec::has_panels() const {
 
 Shape TensorSpec::weight_shape() const { return groups == 0 ? shape : Shape{groups, shape[0] / groups, shape[1]}; }
 
+std::optional<QuantFormat> TensorSpec::quant_format(Numerics n) const {
+  if (!is_quantized(n) || !linear) return std::nullopt;
+  return n == Numerics::fp4 && role == TensorRole::expert ? kFp4 : kFp8Weight;
+}
+
+BlockGrid TensorSpec::row_grid(Numerics n) const { return {quant_format(n)->block_rows, cut == Cut::group_columns ? 0 : period}; }
+BlockGrid TensorSpec::col_grid(Numerics n) const { return {quant_format(n)->block_cols, cut == Cut::group_columns ? period : 0}; }
+
+Shape TensorSpec::scale_shape(Numerics n) const {
+  if (!held() || !quant_format(n)) return {};
+  const int e = shape.rank - 2;
+  const int64_t row_blocks = row_grid(n).blocks_in(shape[e]), col_blocks = col_grid(n).blocks_in(shape[e + 1]);
+  return e == 0 ? Shape{row_blocks, col_blocks} : Shape{shape[0], row_blocks, col_blocks};
+}
+
+Shape TensorSpec::stored_shape(Numerics n) const {
+  Shape s = weight_shape();
+  if (weight_dtype(n) == DType::e2m1x2) {
+    int64_t& columns = s.dims[static_cast<size_t>(s.rank - 1)];
+    columns = num_blocks(columns, 2);
+  }
+  return s;
+}
+
 DType TensorSpec::weight_dtype(Numerics n) const {
+  if (const std::optional<QuantFormat> format = quant_format(n)) return format->codes;
   switch (role) {
     case TensorRole::matrix:
     case TensorRole::expert:
@@ -79,9 +104,21 @@ class Visitor {
     spec.role = role;
     spec.layer = layer_;
     spec.indexer = indexer;
+    spec.linear = linear_;
+    if (linear_) {
+      if (role == TensorRole::expert) spec.period = shape[1];
+      if (cut == Cut::group_rows) spec.period = shape[0] / m_.o_groups;
+      if (cut == Cut::group_columns) spec.period = shape[1] / m_.o_groups;
+    }
     spec.id = next_id_++;
     place(spec);
     f_(spec, tensor);
+  }
+
+  void emit_linear(T& tensor, std::string name, Shape shape, TensorRole role, Cut cut = Cut::none, bool indexer = false) {
+    linear_ = true;
+    emit(tensor, std::move(name), shape, role, cut, indexer);
+    linear_ = false;
   }
 
   // The shard's part of spec.whole.
@@ -131,20 +168,20 @@ class Visitor {
     const std::string p = "layers." + std::to_string(i) + ".", a = p + "attn.", f = p + "ffn.";
     hyper(t.hc_attn, p + "hc_attn", m_.mix_rows(), 3);
     emit(t.attn_norm, p + "attn_norm.weight", {D}, TensorRole::norm);
-    emit(t.wq_a, a + "wq_a.weight", {m_.q_rank, D}, TensorRole::matrix);
+    emit_linear(t.wq_a, a + "wq_a.weight", {m_.q_rank, D}, TensorRole::matrix);
     emit(t.q_norm, a + "q_norm.weight", {m_.q_rank}, TensorRole::norm);
-    emit(t.wq_b, a + "wq_b.weight", {H * d, m_.q_rank}, TensorRole::matrix, Cut::group_rows);
-    emit(t.wkv, a + "wkv.weight", {d, D}, TensorRole::matrix);
+    emit_linear(t.wq_b, a + "wq_b.weight", {H * d, m_.q_rank}, TensorRole::matrix, Cut::group_rows);
+    emit_linear(t.wkv, a + "wkv.weight", {d, D}, TensorRole::matrix);
     emit(t.kv_norm, a + "kv_norm.weight", {d}, TensorRole::norm);
     emit(t.sink, a + "attn_sink", {H}, TensorRole::sink, Cut::group_rows);
     if (t.compressor) compressor(*t.compressor, a + "compressor.", l, d, false);
     if (t.indexer) {
-      emit(t.indexer->wq_b, a + "indexer.wq_b.weight", {m_.index_heads * m_.index_head_dim, m_.q_rank}, TensorRole::matrix, Cut::none, true);
+      emit_linear(t.indexer->wq_b, a + "indexer.wq_b.weight", {m_.index_heads * m_.index_head_dim, m_.q_rank}, TensorRole::matrix, Cut::none, true);
       emit(t.indexer->weights_proj, a + "indexer.weights_proj.weight", {m_.index_heads, D}, TensorRole::matrix, Cut::none, true);
       compressor(t.indexer->compressor, a + "indexer.compressor.", l, m_.index_head_dim, true);
     }
     emit(t.wo_a, a + "wo_a.weight", {g * m_.o_rank, H / g * d}, TensorRole::matrix, Cut::group_rows);
-    emit(t.wo_b, a + "wo_b.weight", {D, g * m_.o_rank}, TensorRole::matrix, Cut::group_columns);
+    emit_linear(t.wo_b, a + "wo_b.weight", {D, g * m_.o_rank}, TensorRole::matrix, Cut::group_columns);
     hyper(t.hc_ffn, p + "hc_ffn", m_.mix_rows(), 3);
     emit(t.ffn_norm, p + "ffn_norm.weight", {D}, TensorRole::norm);
     emit(t.gate, f + "gate.weight", {E, D}, TensorRole::router);
@@ -153,18 +190,19 @@ class Visitor {
     } else {
       emit(t.gate_bias, f + "gate.bias", {E}, TensorRole::router_bias);
     }
-    emit(t.w1, f + "experts.*.w1.weight", {E, I, D}, TensorRole::expert, Cut::experts);
-    emit(t.w3, f + "experts.*.w3.weight", {E, I, D}, TensorRole::expert, Cut::experts);
-    emit(t.w2, f + "experts.*.w2.weight", {E, D, I}, TensorRole::expert, Cut::experts);
-    emit(t.shared_w1, f + "shared_experts.w1.weight", {I, D}, TensorRole::matrix);
-    emit(t.shared_w3, f + "shared_experts.w3.weight", {I, D}, TensorRole::matrix);
-    emit(t.shared_w2, f + "shared_experts.w2.weight", {D, I}, TensorRole::matrix);
+    emit_linear(t.w1, f + "experts.*.w1.weight", {E, I, D}, TensorRole::expert, Cut::experts);
+    emit_linear(t.w3, f + "experts.*.w3.weight", {E, I, D}, TensorRole::expert, Cut::experts);
+    emit_linear(t.w2, f + "experts.*.w2.weight", {E, D, I}, TensorRole::expert, Cut::experts);
+    emit_linear(t.shared_w1, f + "shared_experts.w1.weight", {I, D}, TensorRole::matrix);
+    emit_linear(t.shared_w3, f + "shared_experts.w3.weight", {I, D}, TensorRole::matrix);
+    emit_linear(t.shared_w2, f + "shared_experts.w2.weight", {D, I}, TensorRole::matrix);
   }
 
   const ModelConfig& m_;
   const Shard& shard_;
   const std::function<void(const TensorSpec&, T&)>& f_;
   bool held_ = true;
+  bool linear_ = false;
   int layer_ = -1;
   int next_id_ = 0;
 };
@@ -205,12 +243,21 @@ Weights::Weights(const ModelConfig& config, Numerics numerics, const Shard& shar
     : config_(config), numerics_(numerics), shard_(shard), table_(tensor_table(config, shard)) {
   visit<WeightView>(config_, shard_, tensors_, [&](const TensorSpec& spec, WeightView& w) {
     const DType dtype = spec.weight_dtype(numerics);
-    rows_.push_back(spec.held() ? arena.zeros(dtype, spec.weight_shape(), spec.name) : TensorView());
-    panels_.push_back(spec.held() && spec.has_panels() ? arena.zeros(dtype, panel_shape(spec.weight_shape()), spec.name) : TensorView());
+    rows_.push_back(spec.held() ? arena.zeros(dtype, spec.stored_shape(numerics), spec.name) : TensorView());
+    panels_.push_back(spec.held() && spec.has_panels() ? arena.zeros(dtype, panel_shape(rows_.back().shape), spec.name) : TensorView());
     w.rows = rows_.back();
     w.panels = panels_.back();
+    scales_.emplace_back();
+    panel_scales_.emplace_back();
+    if (const Shape scales = spec.scale_shape(numerics); scales.rank > 0) {
+      w.row_grid = spec.row_grid(numerics);
+      w.col_grid = spec.col_grid(numerics);
+      w.scales = scales_.back() = arena.zeros(DType::ue8m0, scales, spec.name);
+      w.panel_scales = panel_scales_.back() = arena.zeros(DType::f32, panel_scale_shape(w), spec.name);
+    }
     by_id_.push_back(&w);
   });
+  quant_stats_.resize(table_.size());
 }
 
 void Weights::load(Context& c, const TensorSet& masters, int64_t version) {
@@ -240,14 +287,18 @@ Status Weights::load(Context& c, const ReadBox& read, int64_t version) {
 void Weights::store(Context& c, size_t i, ConstTensorView master) {
   if (master.dtype == DType::i32) {
     std::memcpy(rows_[i].data, master.data, master.bytes());
+  } else if (!scales_[i].empty()) {
+    quant_stats_[i] = quantize_by_grid(c, rows_[i], scales_[i], table_[i].row_grid(numerics_), table_[i].col_grid(numerics_), master);
   } else {
     cast(c, rows_[i], master.reshape(rows_[i].shape));
   }
 }
 
 void Weights::commit(Context& c, int64_t version) {
-  for (size_t i = 0; i < table_.size(); ++i)
+  for (size_t i = 0; i < table_.size(); ++i) {
     if (!panels_[i].empty()) pack_panels(c, panels_[i], rows_[i]);
+    if (!panel_scales_[i].empty()) pack_panel_scales(c, panel_scales_[i], *by_id_[i]);
+  }
   version_ = version;
 }
 

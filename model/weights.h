@@ -44,13 +44,24 @@ struct TensorSpec {
   int layer = -1;         // -1: not in a layer
   bool indexer = false;   // reached by no gradient; frozen by default
   int64_t groups = 0;     // > 0: rows of `shape` are `groups` equal blocks, each a matrix of its own (wo_a); weights are viewed as [groups, N / groups, K]
+  bool linear = false;    // one of the large linear layers that fp8 and fp4 modes quantise
   int id = 0;             // place in the list
   bool held() const { return shape.elements() > 0; }
   bool is_buffer() const { return role == TensorRole::router_bias || role == TensorRole::hash_table; }
   bool has_panels() const;                 // used by matmul
-  Shape weight_shape() const;              // shape, or [groups, N / groups, K]
+  Shape weight_shape() const;              // shape, or [groups, N / groups, K]: in numbers
   DType master_dtype() const { return role == TensorRole::hash_table ? DType::i32 : DType::f32; }
-  DType weight_dtype(Numerics n) const;    // dtype the forward reads: storage dtype for matrices, f32 or i32 otherwise
+  DType weight_dtype(Numerics n) const;    // dtype the forward reads: codes of quantised layers, storage dtype of other matrices, f32 or i32 otherwise
+  Shape stored_shape(Numerics n) const;    // of that dtype: weight_shape, with half the columns where two numbers are a byte
+
+  // How mode `n` quantises this tensor (rl spec 20.2); nothing for what it keeps. fp8: wq_a, wq_b, wkv, wo_b, the indexer's wq_b, shared and
+  // routed experts in E4M3 128x128. fp4: routed experts in E2M1 1x32. Scales are UE8M0. Blocks begin anew at every expert and, in what tp
+  // cuts, at every output group: a part then has the scales of the whole, whatever the widths. (Released widths are multiples of 128, where
+  // this is the plain grid.)
+  std::optional<QuantFormat> quant_format(Numerics n) const;
+  BlockGrid row_grid(Numerics n) const, col_grid(Numerics n) const;  // REQUIRES: quant_format(n)
+  Shape scale_shape(Numerics n) const;                               // [row blocks, column blocks], or by expert; rank 0: not quantised
+  int64_t period = 0;  // rows (group_rows) or columns (group_columns) of an output group; rows of an expert
 };
 
 template <typename T>
@@ -117,13 +128,18 @@ class Weights {
   const WeightView& view(int id) const { return *by_id_[static_cast<size_t>(id)]; }
   int64_t version() const { return version_; }
 
-  // Rounds every master tensor of the shard to its weight dtype, then commits. Masters: f32 (i32 hash tables).
+  // Rounds every master tensor of the shard to its weight dtype, once: codes come from the f32 masters, not from bf16 copies. Then commits.
+  // Masters: f32 (i32 hash tables).
   void load(Context& c, const TensorSet& masters, int64_t version);
   // The same from wherever boxes come from; an error leaves the version as it was, and the weights unfit for use.
   Status load(Context& c, const ReadBox& read, int64_t version);
 
-  // An update by others: write rows(id), in the weight dtype and shape, of every tensor that changes, then commit, which repacks all panels.
+  // An update by others: write rows(id), in the weight dtype and stored shape, and scales(id) of every tensor that changes, then commit, which
+  // repacks all panels.
   TensorView rows(int id) { return rows_[static_cast<size_t>(id)]; }
+  TensorView scales(int id) { return scales_[static_cast<size_t>(id)]; }  // ue8m0; empty: not quantised
+  // What the last load() lost of a tensor: overflowed, underflowed, not finite. Zeros for what is not quantised.
+  const QuantStats& quant_stats(int id) const { return quant_stats_[static_cast<size_t>(id)]; }
   void commit(Context& c, int64_t version);
 
  private:
@@ -135,7 +151,8 @@ class Weights {
   std::vector<TensorSpec> table_;
   ModelTensors<WeightView> tensors_;
   std::vector<WeightView*> by_id_;
-  std::vector<TensorView> rows_, panels_;
+  std::vector<TensorView> rows_, panels_, scales_, panel_scales_;
+  std::vector<QuantStats> quant_stats_;
   int64_t version_ = -1;
 };
 

@@ -7,6 +7,7 @@ namespace lockstep {
 namespace {
 
 bool is_float(DType t) { return t == DType::f32 || t == DType::bf16; }
+bool is_code(DType t) { return t == DType::e4m3 || t == DType::e2m1x2; }
 
 void check_matrix(const char* op, const char* name, ConstTensorView v) {
   CHECK(v.shape.rank == 2 && is_float(v.dtype), "{}: {} is {} {}, wanted a matrix of f32 or bf16", op, name, dtype_name(v.dtype),
@@ -22,8 +23,8 @@ void check_f32_matrix(const char* op, const char* name, ConstTensorView v) {
 // `experts` is the rank of the leading dimension: 0 for one matrix, 1 for [E, N, K].
 void check_weight(const char* op, const WeightView& w, int experts) {
   const Shape& s = w.rows.shape;
-  CHECK(s.rank == 2 + experts && is_float(w.rows.dtype), "{}: w is {} {}, wanted {} of f32 or bf16", op, dtype_name(w.rows.dtype),
-        s.str(), experts == 0 ? "[N, K]" : "[E, N, K]");
+  CHECK(s.rank == 2 + experts && (w.quantized() ? is_code(w.rows.dtype) : is_float(w.rows.dtype)), "{}: w is {} {}, wanted {} of {}", op,
+        dtype_name(w.rows.dtype), s.str(), experts == 0 ? "[N, K]" : "[E, N, K]", w.quantized() ? "e4m3 or e2m1x2" : "f32 or bf16");
   CHECK(w.rows.rows() <= 1 || w.rows.row_stride >= s.row_elements(), "{}: w is {} with a stride of {}", op, s.str(),
         w.rows.row_stride);
   if (w.panels.empty()) return;
@@ -32,6 +33,32 @@ void check_weight(const char* op, const WeightView& w, int experts) {
             (w.panels.contiguous() || (experts == 0 && w.panels.row_stride >= stride)),
         "{}: panels are {} {} with a stride of {}, w is {} {}, wanted panels {}", op, dtype_name(w.panels.dtype),
         w.panels.shape.str(), w.panels.row_stride, dtype_name(w.rows.dtype), s.str(), panel_shape(s).str());
+}
+
+// What check_weight does not know: K, which codes of two a byte do not tell.
+void check_quantized(const char* op, const WeightView& w, int64_t k) {
+  const Shape& s = w.rows.shape;
+  const int e = s.rank - 2;
+  const int64_t n = s[e], bytes = w.rows.dtype == DType::e2m1x2 ? (k + 1) / 2 : k;
+  CHECK(s[e + 1] == bytes, "{}: w is {} {} for {} columns", op, dtype_name(w.rows.dtype), s.str(), k);
+  CHECK(w.row_grid.block > 0 && w.col_grid.block > 0 && 128 % w.col_grid.block == 0 && (w.rows.dtype == DType::e4m3 || w.col_grid.period == 0) &&
+            (w.rows.dtype == DType::e4m3 || w.col_grid.block % 2 == 0),
+        "{}: blocks of {} x {}, columns anew every {}, of {}", op, w.row_grid.block, w.col_grid.block, w.col_grid.period, dtype_name(w.rows.dtype));
+  const int64_t row_blocks = w.row_grid.blocks_in(n), col_blocks = w.col_grid.blocks_in(k);
+  const Shape wanted = e == 0 ? Shape{row_blocks, col_blocks} : Shape{s[0], row_blocks, col_blocks};
+  CHECK(w.scales.dtype == DType::ue8m0 && w.scales.shape == wanted, "{}: scales are {} {}, wanted ue8m0 {}", op, dtype_name(w.scales.dtype),
+        w.scales.shape.str(), wanted.str());
+  CHECK(w.panels.empty() || (w.panel_scales.dtype == DType::f32 && w.panel_scales.shape == panel_scale_shape(w)),
+        "{}: panel scales are {} {}, wanted f32 {}", op, dtype_name(w.panel_scales.dtype), w.panel_scales.shape.str(), panel_scale_shape(w).str());
+}
+
+// w's last two dimensions in numbers, [N, K].
+Shape numbers(const char* op, const WeightView& w, int64_t k) {
+  Shape s = w.rows.shape;
+  if (!w.quantized()) return s;
+  check_quantized(op, w, k);
+  s.dims[static_cast<size_t>(s.rank - 1)] = k;
+  return s;
 }
 
 void check_offsets(const char* op, ConstTensorView offsets, int64_t experts, int64_t rows) {
@@ -72,6 +99,23 @@ void check_backward_weight(const char* op, ConstTensorView dw, ConstTensorView d
         "{}: dy is {}, x is {}, dw_accum is {}", op, dy.shape.str(), x.shape.str(), s.str());
 }
 
+// w [N, K] in bf16, in the workspace, which the caller's scope releases.
+ConstTensorView dequantized(Context& c, const WeightView& w, int64_t k) {
+  const int64_t n = w.rows.dim(0);
+  const TensorView out = c.workspace->tensor(DType::bf16, {n, k}, "matmul dequantized");
+  const int64_t row_pitch = w.row_grid.period == 0 ? n : w.row_grid.period, col_pitch = w.col_grid.period == 0 ? k : w.col_grid.period;
+  for (int64_t i = 0; i < n; i += row_pitch)
+    for (int64_t j = 0; j < k; j += col_pitch) {
+      const int64_t rows = std::min(row_pitch, n - i), cols = std::min(col_pitch, k - j);
+      const ConstTensorView codes = w.rows.slice(i, rows);
+      const ConstTensorView scales = w.scales.slice(w.row_grid.block_of(i), BlockGrid{w.row_grid.block, 0}.blocks_in(rows));
+      dequantize(c, out.slice(i, rows).cols(j, cols),
+                 {col_pitch == k ? codes : codes.cols(j, cols), scales.cols(w.col_grid.block_of(j), BlockGrid{w.col_grid.block, 0}.blocks_in(cols)),
+                  w.row_grid.block, w.col_grid.block});
+    }
+  return out;
+}
+
 }  // namespace
 
 Shape panel_shape(const Shape& rows) {
@@ -82,15 +126,79 @@ Shape panel_shape(const Shape& rows) {
 
 WeightView columns_of(const WeightView& w, int64_t begin, int64_t count) {
   WeightView columns = {w.rows.cols(begin, count), {}};
+  int64_t first_block = 0, blocks = 0;
+  if (w.quantized()) {
+    CHECK(w.rows.dtype == DType::e4m3 && w.col_grid.period > 0 && begin % w.col_grid.period == 0 && count % w.col_grid.period == 0,
+          "columns [{}, {}) of a weight whose blocks begin every {}", begin, begin + count, w.col_grid.period);
+    first_block = w.col_grid.blocks_in(begin);
+    blocks = w.col_grid.blocks_in(count);
+    columns.row_grid = w.row_grid;
+    columns.col_grid = w.col_grid;
+    columns.scales = w.scales.cols(first_block, blocks);
+  }
   if (w.panels.empty()) return columns;
   const int64_t panels = w.panels.dim(0), k = w.panels.dim(1);  // column k of the matrix is row k of each panel
   columns.panels = w.panels.reshape({panels, k * kPanelWidth}).cols(begin * kPanelWidth, count * kPanelWidth);
   columns.panels.shape = {panels, count, kPanelWidth};
+  if (w.quantized()) {
+    columns.panel_scales = w.panel_scales.reshape({panels, w.panel_scales.dim(1) * kPanelWidth}).cols(first_block * kPanelWidth, blocks * kPanelWidth);
+    columns.panel_scales.shape = {panels, blocks, kPanelWidth};
+  }
   return columns;
 }
 
+WeightView WeightView::at(int64_t e) const {
+  const auto part = [e](const ConstTensorView& v) { return v.data == nullptr ? ConstTensorView() : v.at(e); };
+  return {part(rows), part(panels), part(scales), part(panel_scales), row_grid, col_grid};
+}
+
+Shape panel_scale_shape(const WeightView& w) {
+  const Shape panels = panel_shape(w.rows.shape);
+  const int64_t blocks = w.scales.shape[w.scales.shape.rank - 1];
+  return panels.rank == 3 ? Shape{panels[0], blocks, kPanelWidth} : Shape{panels[0], panels[1], blocks, kPanelWidth};
+}
+
+void pack_panel_scales(Context& c, TensorView panel_scales, const WeightView& w) {
+  CHECK(panel_scales.dtype == DType::f32 && panel_scales.shape == panel_scale_shape(w) && panel_scales.contiguous(),
+        "pack_panel_scales: {} {}, wanted contiguous f32 {}", dtype_name(panel_scales.dtype), panel_scales.shape.str(), panel_scale_shape(w).str());
+  const bool grouped = w.rows.shape.rank == 3;
+  const int64_t n = w.rows.shape[grouped], experts = grouped ? w.rows.shape[0] : 1;
+  const int64_t panels = (n + kPanelWidth - 1) / kPanelWidth, blocks = panel_scales.shape[grouped + 1];
+  const float left_out = w.rows.dtype == DType::e4m3 ? 0x1p8f : 0.5f;
+  parallel_for(c, experts * panels, blocks * kPanelWidth, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const ConstTensorView scales = grouped ? w.scales.at(i / panels) : w.scales;
+      float* to = panel_scales.ptr<float>() + i * blocks * kPanelWidth;
+      for (int64_t j = 0; j < kPanelWidth; ++j) {
+        const int64_t row = i % panels * kPanelWidth + j;
+        const ue8m0* from = row < n ? scales.row<ue8m0>(w.row_grid.block_of(row)) : nullptr;
+        for (int64_t b = 0; b < blocks; ++b) to[b * kPanelWidth + j] = from == nullptr ? 0.0f : to_f32(from[b]) * left_out;
+      }
+    }
+  });
+}
+
+QuantStats quantize_by_grid(Context& c, TensorView codes, TensorView scales, const BlockGrid& row_grid, const BlockGrid& col_grid, ConstTensorView x,
+                            float amax_floor) {
+  const auto flat = [](auto v) { return v.shape.rank == 3 ? v.reshape({v.shape[0] * v.shape[1], v.shape[2]}) : v; };
+  codes = flat(codes), scales = flat(scales), x = flat(x);
+  const int64_t n = x.dim(0), k = x.dim(1), row_pitch = row_grid.period == 0 ? n : row_grid.period, col_pitch = col_grid.period == 0 ? k : col_grid.period;
+  QuantStats stats;
+  for (int64_t i = 0; i < n; i += row_pitch)
+    for (int64_t j = 0; j < k; j += col_pitch) {
+      const int64_t rows = std::min(row_pitch, n - i), cols = std::min(col_pitch, k - j);
+      const BlockGrid in_rows = {row_grid.block, 0}, in_cols = {col_grid.block, 0};
+      const TensorView part = codes.slice(i, rows), part_scales = scales.slice(row_grid.block_of(i), in_rows.blocks_in(rows));
+      stats += quantize(c,
+                        {col_pitch == k ? part : part.cols(j, cols), part_scales.cols(col_grid.block_of(j), in_cols.blocks_in(cols)), row_grid.block,
+                         col_grid.block},
+                        x.slice(i, rows).cols(j, cols), amax_floor);
+    }
+  return stats;
+}
+
 void pack_panels(Context& c, TensorView panels, ConstTensorView rows) {
-  check_weight("pack_panels", {rows, {}}, rows.shape.rank == 3 ? 1 : 0);
+  if (!is_code(rows.dtype)) check_weight("pack_panels", {rows, {}}, rows.shape.rank == 3 ? 1 : 0);
   CHECK(panels.dtype == rows.dtype && panels.shape == panel_shape(rows.shape) && panels.contiguous(),
         "pack_panels: panels are {} {}, rows are {} {}, wanted contiguous panels {}", dtype_name(panels.dtype),
         panels.shape.str(), dtype_name(rows.dtype), rows.shape.str(), panel_shape(rows.shape).str());
@@ -99,14 +207,21 @@ void pack_panels(Context& c, TensorView panels, ConstTensorView rows) {
 
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment) {
   check_weight("matmul", w, 0);
-  check_forward("matmul", y, x, w.rows.shape);
-  CHECK(k_segment >= 0, "matmul: k_segment {}", k_segment);
+  check_forward("matmul", y, x, numbers("matmul", w, x.dim(1)));
+  CHECK(k_segment >= 0 && (!w.quantized() || k_segment == 0 || k_segment == w.col_grid.period), "matmul: k_segment {}, blocks begin anew every {}", k_segment,
+        w.col_grid.period);
+  if (w.quantized()) return simd::quantized_matmul(c, y, x, w, k_segment, ConstTensorView());
   simd::matmul(c, y, x, w, k_segment);
 }
 
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {
   check_weight("matmul_backward_input", w, 0);
-  check_backward_input("matmul_backward_input", dx, dy, w.rows.shape);
+  check_backward_input("matmul_backward_input", dx, dy, numbers("matmul_backward_input", w, dx.dim(1)));
+  if (w.quantized()) {
+    if (dx.shape.elements() == 0) return;
+    ArenaScope scope(*c.workspace);
+    return simd::matmul_backward_input(c, dx, dy, {dequantized(c, w, dx.dim(1)), {}}, accumulate);
+  }
   simd::matmul_backward_input(c, dx, dy, w, accumulate);
 }
 
@@ -117,16 +232,27 @@ void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy,
 
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets) {
   check_weight("grouped_matmul", w, 1);
-  check_forward("grouped_matmul", y, x, w.rows.shape);
+  check_forward("grouped_matmul", y, x, numbers("grouped_matmul", w, x.dim(1)));
   check_offsets("grouped_matmul", offsets, w.rows.shape[0], x.rows());
+  if (w.quantized()) return simd::quantized_matmul(c, y, x, w, 0, offsets);
   simd::grouped_matmul(c, y, x, w, offsets);
 }
 
 void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets,
                                    bool accumulate) {
   check_weight("grouped_matmul_backward_input", w, 1);
-  check_backward_input("grouped_matmul_backward_input", dx, dy, w.rows.shape);
+  check_backward_input("grouped_matmul_backward_input", dx, dy, numbers("grouped_matmul_backward_input", w, dx.dim(1)));
   check_offsets("grouped_matmul_backward_input", offsets, w.rows.shape[0], dx.rows());
+  if (w.quantized()) {  // one expert at a time, so that scratch is one matrix
+    const int32_t* at = offsets.ptr<int32_t>();
+    for (int64_t e = 0; e < w.rows.shape[0]; ++e) {
+      const int64_t rows = at[e + 1] - at[e];
+      if (rows == 0 || dx.dim(1) == 0) continue;
+      ArenaScope scope(*c.workspace);
+      simd::matmul_backward_input(c, dx.slice(at[e], rows), dy.slice(at[e], rows), {dequantized(c, w.at(e), dx.dim(1)), {}}, accumulate);
+    }
+    return;
+  }
   simd::grouped_matmul_backward_input(c, dx, dy, w, offsets, accumulate);
 }
 

@@ -16,20 +16,52 @@
 //   WeightView brings none, matmul packs into scratch first, which costs N*K per call.
 // grouped_matmul: rows [offsets[e], offsets[e+1]) of x meet w[e]; each row's bits are those of matmul with that expert alone.
 //   x [R, K], y [R, N], w rows [E, N, K], panels [E, ceil(N/16), K, 16], offsets [E + 1] i32 ascending from 0 to R
+// Quantised weights (WeightView::scales is set): rows holds E4M3 codes, or E2M1 codes two a byte, and value = code * scale.
+//   forward: x is quantised inside, row by row in blocks of 128 columns, to E4M3 with UE8M0 scales (kFp8Activation: amax floor 1e-4). Then
+//     y[m, n] = round(sum), sum = fma(partial_b, sx_b * sw_b, sum) over the weight's blocks of columns b in order, from 0, where partial_b is
+//     the fma chain over the codes of block b alone, from 0. So f32 sums are promoted every 128 columns (E2M1: every 32). With k_segment,
+//     which must be the period of col_grid, sum begins anew in each segment and the segments' sums are added as above.
+//     Row contract: codes and scales of a row of x depend on that row alone. NaN and Inf: NaN in x or w gives NaN, Inf in x is 448 * sx.
+//   backward_input: straight-through, the chain above with w de-quantised to bf16 (exact: four significant bits, scales of at least 2^-124).
+//   backward_weight: x as it was stored, before the forward's quantisation.
 // Scratch: up to about 1 MiB a thread (f32 copies of blocks), and panels when w brings none. Source: textbook; the blocking is
-//   told in matmul_cpu.cc.
+//   told in matmul_cpu.cc. Quantised: V4 release, inference/kernel.py (fp8_gemm, fp4_gemm); V4 spec 3.3.
 // Cost: 2*M*N*K operations; at M = 1 bound by the bytes of w.
 
+#include <algorithm>
+
 #include "core/context.h"
+#include "ops/quantize/quantize.h"
 
 namespace lockstep {
 
 inline constexpr int64_t kPanelWidth = 16;
 
+// How one dimension is cut into blocks that share a scale. Blocks begin anew at every multiple of `period` (0: never), so that a part of whole
+// periods, which is what a rank of a tp group holds, has the scales that it has in the whole.
+struct BlockGrid {
+  int64_t block = 1, period = 0;
+  int64_t blocks_in(int64_t n) const { return n / pitch(n) * num_blocks(pitch(n)) + num_blocks(n % pitch(n)); }  // of a dimension of n
+  int64_t block_of(int64_t i) const { return period == 0 ? i / block : i / period * num_blocks(period) + i % period / block; }
+  int64_t end_of_block(int64_t i, int64_t n) const {  // of the block that holds i
+    const int64_t first = period == 0 ? 0 : i / period * period, last = period == 0 ? n : std::min(n, first + period);
+    return std::min(last, first + ((i - first) / block + 1) * block);
+  }
+
+ private:
+  int64_t num_blocks(int64_t n) const { return (n + block - 1) / block; }
+  int64_t pitch(int64_t n) const { return period == 0 ? std::max<int64_t>(n, 1) : period; }
+};
+
 // One weight as ops see it. Lifetime: whoever owns the views.
 struct WeightView {
-  ConstTensorView rows;    // [N, K], or [E, N, K] for experts
-  ConstTensorView panels;  // see above; may be empty
+  ConstTensorView rows;         // [N, K], or [E, N, K] for experts; of e2m1x2 [N, ceil(K / 2)]
+  ConstTensorView panels;       // see above; may be empty. Codes are packed as bytes, so two steps of e2m1x2 lie in one
+  ConstTensorView scales = {};  // quantised: ue8m0 [row blocks, column blocks], or [E, row blocks, column blocks]
+  ConstTensorView panel_scales = {};  // with panels: f32 [ceil(N / 16), column blocks, 16], or [E, ...]; see pack_panel_scales
+  BlockGrid row_grid = {}, col_grid = {};
+  bool quantized() const { return scales.data != nullptr; }
+  WeightView at(int64_t e) const;  // expert e
 };
 
 // Columns [begin, begin + count) of a matrix, panels included, without a copy.
@@ -37,6 +69,14 @@ WeightView columns_of(const WeightView& w, int64_t begin, int64_t count);
 
 Shape panel_shape(const Shape& rows);  // [N, K] -> [ceil(N/16), K, 16]; [E, N, K] -> [E, ceil(N/16), K, 16]
 void pack_panels(Context& c, TensorView panels, ConstTensorView rows);
+
+// Scales as the kernel reads them: those of 16 rows side by side, times the constant that its decoding leaves out (2^8 for E4M3, 1/2 for E2M1).
+Shape panel_scale_shape(const WeightView& w);
+void pack_panel_scales(Context& c, TensorView panel_scales, const WeightView& w);  // reads w.rows (dtype and shape) and w.scales
+
+// codes and scales of x [N, K] by the grids; of experts' [E, N, K] with N as the period of rows. e2m1x2 takes no period of columns.
+QuantStats quantize_by_grid(Context& c, TensorView codes, TensorView scales, const BlockGrid& row_grid, const BlockGrid& col_grid, ConstTensorView x,
+                            float amax_floor = 0);
 
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment = 0);
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate = false);

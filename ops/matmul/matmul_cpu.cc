@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 namespace lockstep::reference {
 
@@ -57,7 +58,9 @@ void for_each_expert(ConstTensorView offsets, F f) {
 
 void pack_panels(TensorView panels, ConstTensorView rows) {
   if (rows.dtype == DType::f32) pack_all<float>(panels, rows);
-  else pack_all<bf16>(panels, rows);
+  else if (rows.dtype == DType::bf16) pack_all<bf16>(panels, rows);
+  else if (rows.dtype == DType::e4m3) pack_all<e4m3>(panels, rows);
+  else pack_all<e2m1x2>(panels, rows);
 }
 
 void matmul(TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment) {
@@ -77,6 +80,45 @@ void matmul(TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segm
       }
       put(y, m, n, acc);
     }
+}
+
+void quantized_matmul(TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment) {
+  const int64_t K = x.shape[1];
+  const BlockGrid x_grid = {kFp8Activation.block_cols, w.col_grid.period};
+  std::vector<float> code(static_cast<size_t>(K)), scale(static_cast<size_t>(K));  // of x; the scale is that of the block
+  for (int64_t m = 0; m < y.rows(); ++m) {
+    for (int64_t begin = 0, end = 0; begin < K; begin = end) {
+      end = x_grid.end_of_block(begin, K);
+      float amax = kFp8Activation.amax_floor;
+      for (int64_t i = begin; i < end; ++i)
+        if (std::isfinite(at(x, m, i))) amax = std::max(amax, std::abs(at(x, m, i)));
+      const float s = to_f32(ue8m0_scale<e4m3>(amax));
+      for (int64_t i = begin; i < end; ++i) {
+        code[static_cast<size_t>(i)] = to_f32(to_e4m3(at(x, m, i) * (1.0f / s)));
+        scale[static_cast<size_t>(i)] = s;
+      }
+    }
+    for (int64_t n = 0; n < y.shape[1]; ++n) {
+      const auto w_code = [&](int64_t i) {
+        if (w.rows.dtype == DType::e4m3) return to_f32(w.rows.row<e4m3>(n)[i]);
+        const e2m1x2 two = w.rows.row<e2m1x2>(n)[i / 2];
+        return i % 2 == 0 ? low_to_f32(two) : high_to_f32(two);
+      };
+      const ue8m0* w_scale = w.scales.row<ue8m0>(w.row_grid.block_of(n));
+      float total = 0.0f, sum = 0.0f;
+      for (int64_t begin = 0, end = 0; begin < K; begin = end) {
+        end = w.col_grid.end_of_block(begin, K);
+        float partial = 0.0f;
+        for (int64_t i = begin; i < end; ++i) partial = std::fmaf(code[static_cast<size_t>(i)], w_code(i), partial);
+        sum = std::fmaf(partial, scale[static_cast<size_t>(begin)] * to_f32(w_scale[w.col_grid.block_of(begin)]), sum);
+        if (k_segment > 0 && (end % k_segment == 0 || end == K)) {
+          total += sum;
+          sum = 0.0f;
+        }
+      }
+      put(y, m, n, k_segment > 0 ? total : sum);
+    }
+  }
 }
 
 void matmul_backward_input(TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {

@@ -8,6 +8,7 @@ namespace lockstep::reference {
 
 void pack_panels(TensorView panels, ConstTensorView rows);
 void matmul(TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);
+void quantized_matmul(TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);  // reads w.rows and w.scales
 void matmul_backward_input(TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate);
 void matmul_backward_weight(TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
 void grouped_matmul(TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
@@ -21,6 +22,8 @@ namespace lockstep::simd {
 
 void pack_panels(Context& c, TensorView panels, ConstTensorView rows);
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);
+// offsets: of experts; empty for one matrix.
+void quantized_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets);
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate);
 void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);

@@ -356,26 +356,26 @@ void RunProduct(Context& c, const Product& s, const Problem* problems, int64_t c
 // One panel from up to 16 rows: squares of 128-bit vectors are transposed by log2(lanes) rounds of a perfect shuffle.
 template <typename T>
 void PackPanel(T* HWY_RESTRICT to, const T* HWY_RESTRICT rows, int64_t row_stride, int64_t num_rows, int64_t k) {
-  constexpr int kLanes = 16 / sizeof(T);
+  constexpr int kLanes = 16 / sizeof(T);  // 16 bytes of a code: one whole panel
   const hn::CappedTag<T, kLanes> d;
   using V = hn::Vec<decltype(d)>;
   for (int64_t j0 = 0; j0 < kPanelWidth; j0 += kLanes) {
     int64_t i = 0;
     for (; i + kLanes <= k; i += kLanes) {
       V v[kLanes], w[kLanes];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int j = 0; j < kLanes; ++j) v[j] = j0 + j < num_rows ? hn::LoadU(d, rows + (j0 + j) * row_stride + i) : hn::Zero(d);
 #pragma GCC unroll 8
       for (int round = 1; round < kLanes; round *= 2) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < kLanes / 2; ++j) {
           w[2 * j] = hn::InterleaveLower(d, v[j], v[j + kLanes / 2]);
           w[2 * j + 1] = hn::InterleaveUpper(d, v[j], v[j + kLanes / 2]);
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < kLanes; ++j) v[j] = w[j];
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int j = 0; j < kLanes; ++j) hn::StoreU(v[j], d, to + (i + j) * kPanelWidth + j0);
     }
     for (; i < k; ++i)
@@ -403,6 +403,7 @@ void RunPack(Context& c, TensorView panels, ConstTensorView rows) {
   const int64_t row_stride = grouped ? k : rows.row_stride;
   if (experts * n * k == 0) return;
   if (rows.dtype == DType::f32) PackAll<uint32_t>(c, panels.data, rows.data, experts, n, k, rows.row_stride, row_stride);
+  else if (dtype_bytes(rows.dtype) == 1) PackAll<uint8_t>(c, panels.data, rows.data, experts, n, k, rows.row_stride, row_stride);
   else PackAll<uint16_t>(c, panels.data, rows.data, experts, n, k, rows.row_stride, row_stride);
 }
 
