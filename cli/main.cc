@@ -173,7 +173,7 @@ int run(int argc, char** argv) {
   VerifyArgs verify;
   CLI::App* v = app.add_subcommand("verify", "Compare the model with a reference's tensors");
   v->add_option("--golden", verify.golden, "Golden file; may be repeated")->required();
-  v->add_option("--mode", verify.mode, "Numerics")->check(CLI::IsMember({"f32", "bf16"}))->capture_default_str();
+  v->add_option("--mode", verify.mode, "Numerics")->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}))->capture_default_str();
   v->add_flag("--json", verify.json, "Print one JSON object a file");
   v->callback([&] { exit_code = verify_command(verify); });
 

@@ -54,7 +54,7 @@ constexpr Choice choice(std::span<const std::string_view> words) {
 }
 
 // In the order of their enums.
-constexpr std::string_view kNumericsWords[] = {"f32", "bf16"};
+constexpr std::string_view kNumericsWords[] = {"f32", "bf16", "fp8", "fp4"};
 constexpr std::string_view kAdvantageWords[] = {"grpo", "dr_grpo", "rloo", "batch_std", "reinforce_pp", "reinforce_pp_baseline"};
 constexpr std::string_view kAggregationWords[] = {"token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
                                                   "seq_mean_token_sum_norm", "token_sum"};
@@ -108,7 +108,14 @@ const std::vector<Setting>& rows() {
        "A tokenizer.json of a released model, a tokenizer_lockstep.json, or the directory of one; the word bytes for one id a byte; empty to take the one beside the checkpoint "
        "or config.json, or bytes if there is none."},
       {"model.numerics", choice<FIELD(model.numerics)>(kNumericsWords), "", "bf16", 0, 0,
-       "Storage of weights and activations in sampler and trainer alike; sums are f32 in both. f32 is slower and for tests."},
+       "Arithmetic of sampler and trainer alike; sums and gradients are f32. bf16: weights and activations in it. fp8: the large layers "
+       "multiply 8-bit codes of both, the rest is bf16; half the weights' memory. fp4: fp8 with experts' weights in 4 bits. f32 is "
+       "slower and for tests."},
+      {"model.kv_fp8", +FIELD(model.kv_fp8), "", "false", 0, 0,
+       "Round keys to 8 bits before attention keeps and reads them, in sampler and trainer alike. For models trained so."},
+      {"model.index_fp4", +FIELD(model.index_fp4), "", "false", 0, 0,
+       "Rotate indexer queries and keys and round them to 4 bits before they are compared, in sampler and trainer alike. For models "
+       "trained so; index_head_dim must be a power of two."},
 
       {"task.train_file", +FIELD(task.train_file), "path", "", 0, 0,
        "JSON lines with prompt (or text) and label: what is trained on."},

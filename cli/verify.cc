@@ -46,7 +46,9 @@ void print_text(const std::string& path, const GoldenReport& r, const std::strin
 }  // namespace
 
 int verify_command(const VerifyArgs& args) {
-  const Numerics numerics = args.mode == "bf16" ? Numerics::bf16 : Numerics::f32;
+  Numerics numerics = Numerics::f32;
+  for (const Numerics n : kAllNumerics)
+    if (args.mode == numerics_name(n)) numerics = n;
   CpuContext context(static_cast<int>(std::max(1u, std::thread::hardware_concurrency())));
   int exit_code = kExitOk;
   for (const std::string& path : args.golden) {

@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "model/linear.h"
 #include "model/tensor_parallel.h"
 #include "ops/attention/attention.h"
 #include "ops/cast/cast.h"
 #include "ops/compressor/compressor.h"
+#include "ops/hadamard/hadamard.h"
 #include "ops/indexer/indexer.h"
+#include "ops/quantize/quantize.h"
 #include "ops/rmsnorm/rmsnorm.h"
 
 namespace lockstep {
@@ -59,17 +62,30 @@ void project_compressor(Context& c, TensorView proj, ConstTensorView u, const Co
   matmul(c, proj.cols(half, half), u, w.wgate);
 }
 
-// Pools, norms and rotates the entries that complete in this call and stores them in their pages; then keeps the last rows for later calls.
+// What kv_fp8 does to finished keys [rows, d]: their channels that are not rotated. The gradient passes as if it did nothing.
+void round_keys(Context& c, TensorView keys, int64_t rope_dim) {
+  if (keys.rows() > 0 && keys.dim(1) > rope_dim) round_through(c, keys.cols(0, keys.dim(1) - rope_dim), kFp8Kv);
+}
+// What index_fp4 does to indexer queries and keys, each a row. Blocks end at the row, whatever its width.
+void round_index(Context& c, TensorView rows) {
+  if (rows.rows() == 0) return;
+  hadamard(c, rows);
+  round_through(c, rows, kFp4);
+}
+
+// Pools, norms and rotates the entries that complete in this call, rounds them as `round` says, and stores them in their pages; then keeps the last
+// rows for later calls.
 // pooled and inv may be views to keep (main compressor) or scratch (indexer).
 void compress_and_store(Context& c, const CompressorShape& shape, const CompressorTensors<WeightView>& w, ConstTensorView proj, TensorView pooled,
                         TensorView inv, TensorView ring, TensorView store, int64_t per_page, ConstTensorView rope_table, float eps,
-                        const EntryView& entries, const SequenceView& seq) {
+                        const EntryView& entries, const SequenceView& seq, const std::function<void(TensorView)>& round) {
   ArenaScope scope(*c.workspace);
   if (entries.num_entries > 0) {
     compress(c, pooled, proj, w.ape.rows, ring, entries, seq, shape);
     TensorView normed = c.workspace->tensor(pooled.dtype, pooled.shape, "compressor.entries");
     rmsnorm(c, normed, inv, pooled, w.norm.rows, eps);
     rope(c, normed, entries.pos, rope_table, 1, /*inverse=*/false);
+    round(normed);
     entries_scatter(c, store, normed, entries, seq, per_page);
   }
   ring_update(c, ring, proj, seq);
@@ -79,14 +95,17 @@ void compress_and_store(Context& c, const CompressorShape& shape, const Compress
 // share of the rows, with all heads, and the lists are gathered.
 void select_entries(Context& c, const ModelConfig& m, const LayerConfig& l, const IndexerTensors<WeightView>& w, const LayerState& s,
                     ConstTensorView rope_table, const EntryView& entries, const SequenceView& seq, ConstTensorView u, ConstTensorView qr,
-                    TensorView selected, RankGroup* tp) {
+                    TensorView selected, RankGroup* tp, bool fp4) {
   ArenaScope scope(*c.workspace);
   Arena& ws = *c.workspace;
   const CompressorShape shape = compressor_shape(l, m.index_head_dim);
   TensorView proj = ws.tensor(DType::f32, {seq.num_tokens, shape.proj_width()}, "indexer.proj");
   project_compressor(c, proj, u, w.compressor);
   TensorView pooled = ws.tensor(u.dtype, {entries.num_entries, m.index_head_dim}, "indexer.pooled");
-  compress_and_store(c, shape, w.compressor, proj, pooled, TensorView(), s.index_ring, s.index_entries, s.per_page, rope_table, m.norm_eps, entries, seq);
+  compress_and_store(c, shape, w.compressor, proj, pooled, TensorView(), s.index_ring, s.index_entries, s.per_page, rope_table, m.norm_eps, entries, seq,
+                     [&](TensorView keys) {
+                       if (fp4) round_index(c, keys);
+                     });
 
   const Range own = tp == nullptr ? Range{0, seq.num_tokens} : part_of(seq.num_tokens, tp->size(), tp->rank());
   if (const int64_t n = own.size(); n > 0) {
@@ -94,6 +113,7 @@ void select_entries(Context& c, const ModelConfig& m, const LayerConfig& l, cons
     TensorView q = ws.tensor(u.dtype, {n, m.index_heads * m.index_head_dim}, "indexer.q");
     matmul(c, q, qr.slice(own.begin, n), w.wq_b);
     rope(c, q, rows.token_pos, rope_table, m.index_heads, /*inverse=*/false);
+    if (fp4) round_index(c, q.reshape({n * m.index_heads, m.index_head_dim}));
     TensorView head_weight = ws.tensor(DType::f32, {n, m.index_heads}, "indexer.head_weight");
     matmul(c, head_weight, u.slice(own.begin, n), w.weights_proj);
     scale(c, head_weight, 1.0f / std::sqrt(static_cast<float>(m.index_head_dim)) / std::sqrt(static_cast<float>(m.index_heads)));
@@ -138,6 +158,7 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
   matmul(c, saved.kv_in, u, w.wkv);
   rmsnorm(c, saved.kv, saved.kv_inv, saved.kv_in, w.kv_norm.rows, m.norm_eps);
   rope(c, saved.kv, seq.token_pos, rope_table, 1, /*inverse=*/false);
+  if (model.cache.kv_fp8) round_keys(c, saved.kv, m.rope_dim);
   probe("attn.kv", saved.kv);
 
   if (l.compressed()) {
@@ -148,11 +169,13 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
     project_compressor(c, saved.proj, u, *w.compressor);
     probe("attn.proj", saved.proj);
     compress_and_store(c, shape, *w.compressor, saved.proj, saved.pooled, saved.pooled_inv, s.compressor_ring, s.entries, s.per_page, rope_table,
-                       m.norm_eps, entries, seq);
+                       m.norm_eps, entries, seq, [&](TensorView keys) {
+                         if (model.cache.kv_fp8) round_keys(c, keys, m.rope_dim);
+                       });
   }
   if (l.attention == AttentionKind::csa) {
     saved.selected = keep.tensor(DType::i32, {T, m.selected_columns(l.ratio)}, "attn.selected");
-    select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected, tp);
+    select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected, tp, model.cache.index_fp4);
     probe("attn.selected", saved.selected);
   }
 

@@ -31,6 +31,7 @@ using Probe = std::function<void(int layer, std::string_view point, ConstTensorV
 struct Model {
   const Weights* weights = nullptr;
   RopeTables rope;
+  CacheRounding cache;  // what attention keeps rounded; index_fp4 REQUIRES: index_head_dim is a power of two
   const Probe* probe = nullptr;  // usually null
   RankGroup* tp = nullptr;       // share heads and vocabulary; null: alone
   RankGroup* ep = nullptr;       // share experts; null: alone

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <filesystem>
 #include <thread>
@@ -63,7 +64,7 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
   const double owners = use.ranks == nullptr ? 1 : use.ranks->layouts.train.dp;
   double weights = 0, training = 0, state = 0;
   const auto weight_bytes = [&](const TensorSpec& t) {
-    return static_cast<double>(t.shape.elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(numerics))) * (t.has_panels() ? 2 : 1);
+    return static_cast<double>(t.stored_shape(numerics).elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(numerics))) * (t.has_panels() ? 2 : 1);
   };
   if (sampler != nullptr)
     for (const TensorSpec& t : tensor_table(m, *sampler)) weights += weight_bytes(t);
@@ -131,6 +132,16 @@ Status check_trained_tokenizer(const PolicyOptions& options, const Tokenizer& to
 
 }  // namespace
 
+namespace {
+
+ActorOptions actor_options(const PolicyOptions& options, const PolicyUse& use) {
+  ActorOptions a = use.actor;
+  a.cache = {options.kv_fp8, options.index_fp4};
+  return a;
+}
+
+}  // namespace
+
 Policy::Policy(int threads) : context_(threads) {}
 
 Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const PolicyUse& use) {
@@ -151,6 +162,11 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
                   use.engine.max_context, config.value().max_positions);
   }
 
+  if (options.index_fp4 && !std::has_single_bit(static_cast<uint64_t>(config.value().index_head_dim))) {
+    return errorf("model.index_fp4 rotates index rows by a Hadamard matrix, which exists for powers of two; the model's index_head_dim is {}; set "
+                  "model.index_fp4 to false",
+                  config.value().index_head_dim);
+  }
   // What this rank holds: in training, and where the sampler's layout is another one, for sampling.
   const bool apart = ranks != nullptr && use.train && use.sample && ranks->trainer != ranks->sampler;
   const Shard held = ranks == nullptr ? whole_shard(config.value()) : use.train ? ranks->trainer_shard() : ranks->sampler_shard();
@@ -174,11 +190,12 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     if (ranks->rollout.ep.size() > 1) p->model_.ep = &ranks->rollout.ep;
   }
   p->model_.rope = make_rope_tables(p->config_, use.engine.max_context, *p->rope_arena_);
+  p->model_.cache = {options.kv_fp8, options.index_fp4};
   p->ranks_ = ranks;
   const Result<ReadBox> source = weight_source(options, p->config_, use.seed);
   if (!source) return source.status();
   if (use.train) {
-    p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, use.actor, trainers(use));
+    p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, actor_options(options, use), trainers(use));
     LOCKSTEP_RETURN_IF_ERROR(p->actor_->load_masters(source.value()));
   } else {
     LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), source.value(), 0));
@@ -269,7 +286,7 @@ Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, c
   r->arena_ = std::make_unique<Arena>("reference weights", kArenaReserve);
   const Shard held = use.ranks == nullptr ? whole_shard(policy.config()) : use.ranks->trainer_shard();
   r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, held, *r->arena_);
-  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, use.actor, trainers(use));
+  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, actor_options(options, use), trainers(use));
   const Result<ReadBox> source = weight_source(options, policy.config(), use.seed);
   if (!source) return source.status();
   LOCKSTEP_RETURN_IF_ERROR(r->actor_->load_masters(source.value()));

@@ -28,6 +28,7 @@ struct PolicyOptions {
   std::string init;       // "random", a checkpoint directory or a safetensors file
   std::string tokenizer;  // file or directory, "bytes", or empty: beside the checkpoint or config.json, else bytes
   Numerics numerics = Numerics::bf16;
+  bool kv_fp8 = false, index_fp4 = false;  // CacheRounding
 };
 
 // What the policy will be used for; decides which parts are made.

@@ -58,6 +58,14 @@ ModelConfig random_config(Draw& d) {
   return m;
 }
 
+// Rows of one block of 128 columns, of two, of three.
+void widen(Draw& d, ModelConfig& m) {
+  m.hidden_size = d.one_of<int64_t>({40, 136, 264});
+  m.expert_dim = d.one_of<int64_t>({24, 128, 160});
+  m.q_rank = d.one_of<int64_t>({20, 136});
+  m.o_rank = d.one_of<int64_t>({16, 136});
+}
+
 // Every parameter away from its symmetric initial value, so that no path is idle.
 void randomize(Draw& d, const std::vector<TensorSpec>& table, TensorSet& masters) {
   for (const TensorSpec& spec : table) {
@@ -115,11 +123,12 @@ int64_t count_differences(Context& c, const Model& model, std::span<const Sample
 
 }  // namespace
 
-ParityResult run_parity_case(uint64_t seed, Numerics numerics) {
+ParityResult run_parity_case(uint64_t seed, Numerics numerics, CacheRounding cache) {
   Draw d(seed);
   ModelConfig config = random_config(d);
+  if (is_quantized(numerics)) widen(d, config);
   ParityResult result;
-  result.where = fmt::format("seed {} {}", seed, numerics_name(numerics));
+  result.where = fmt::format("seed {} {}{}{}", seed, numerics_name(numerics), cache.kv_fp8 ? " kv_fp8" : "", cache.index_fp4 ? " index_fp4" : "");
   const Status legal = check_model_config(config, result.where);
   CHECK(legal.is_ok(), "{}", legal.message());
 
@@ -132,6 +141,7 @@ ParityResult run_parity_case(uint64_t seed, Numerics numerics) {
   weights.load(rollout_context, masters, 0);
   Model model;
   model.weights = &weights;
+  model.cache = cache;
   model.rope = make_rope_tables(config, config.max_positions, arena);
 
   // Rollout.

@@ -15,8 +15,8 @@ struct ParityResult {
   std::string where;       // the case, for a failure message
 };
 
-// One draw: a random config and weights; requests of random lengths through an engine with random batch, chunk, slot and thread limits; then every
+// One draw (of quantised modes with widths of more than one block): a random config and weights; requests of random lengths through an engine with random batch, chunk, slot and thread limits; then every
 // sequence again, whole, in packed micro-batches of random composition and another thread count.
-ParityResult run_parity_case(uint64_t seed, Numerics numerics);
+ParityResult run_parity_case(uint64_t seed, Numerics numerics, CacheRounding cache = {});
 
 }  // namespace lockstep

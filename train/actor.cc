@@ -103,6 +103,7 @@ struct Actor::Impl {
     CHECK(a.max_tokens_per_microbatch > 0, "a micro-batch of {} tokens", a.max_tokens_per_microbatch);
     model.weights = &weights;
     model.rope = rope;
+    model.cache = options.cache;
     const Shard& shard = w.shard();
     CHECK(shard.embedding == (links.stage() == 0) && shard.head == last_stage() && shard.tp == layout().tp &&
               shard.experts == part_of(w.config().num_experts, layout().ep, groups == nullptr ? 0 : groups->ep.rank()),

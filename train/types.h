@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "core/dtype.h"
+
 namespace lockstep {
 
 // One trained sequence. Response arrays have length R = tokens.size() - prompt_length; response token t is tokens[prompt_length + t], and its
@@ -54,6 +56,7 @@ struct OptimizerConfig {
 struct ActorOptions {
   int64_t max_tokens_per_microbatch = 4096;
   bool recompute = false;
+  CacheRounding cache = {};  // as the sampler's
 };
 
 }  // namespace lockstep

@@ -58,6 +58,14 @@ void dequantize(Context& c, TensorView y, ConstQuantView q) {
   simd::dequantize(c, y, q);
 }
 
+void round_through(Context& c, TensorView x, const QuantFormat& f) {
+  ArenaScope scope(*c.workspace);
+  const QuantView q(c.workspace->tensor(f.codes, code_shape(f, x.rows(), x.dim(1)), "quantize codes"),
+                    c.workspace->tensor(f.scales, scale_shape(f, x.rows(), x.dim(1)), "quantize scales"), f.block_rows, f.block_cols);
+  quantize(c, q, x, f.amax_floor);
+  dequantize(c, x, q);
+}
+
 RecodeStats recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantView from) {
   CHECK(from.codes.dtype == DType::e2m1x2 && from.scales.dtype == DType::ue8m0 && from.block_rows == 1,
         "recode_fp4: from codes {}, scales {}, {} rows a block", dtype_name(from.codes.dtype), dtype_name(from.scales.dtype),

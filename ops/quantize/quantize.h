@@ -93,6 +93,8 @@ struct QuantStats {
 QuantStats quantize(Context& c, QuantView q, ConstTensorView x, float amax_floor);
 QuantStats quantize_given_scales(Context& c, QuantView q, ConstTensorView x);
 void dequantize(Context& c, TensorView y, ConstQuantView q);
+// x becomes what quantising and de-quantising make of it. Scratch: its codes and scales.
+void round_through(Context& c, TensorView x, const QuantFormat& format);
 
 // FP4 to FP8, value for value.
 //   from  e2m1x2 with ue8m0 scales, blocks [1, B]; an even number of columns
