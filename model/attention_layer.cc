@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 
 #include "model/linear.h"
 #include "model/tensor_parallel.h"
@@ -73,19 +72,25 @@ void round_index(Context& c, TensorView rows) {
   round_through(c, rows, kFp4);
 }
 
+struct KeyRounding {
+  bool keys = false, index = false;
+  int64_t rope_dim = 0;
+};
+
 // Pools, norms and rotates the entries that complete in this call, rounds them as `round` says, and stores them in their pages; then keeps the last
 // rows for later calls.
 // pooled and inv may be views to keep (main compressor) or scratch (indexer).
 void compress_and_store(Context& c, const CompressorShape& shape, const CompressorTensors<WeightView>& w, ConstTensorView proj, TensorView pooled,
                         TensorView inv, TensorView ring, TensorView store, int64_t per_page, ConstTensorView rope_table, float eps,
-                        const EntryView& entries, const SequenceView& seq, const std::function<void(TensorView)>& round) {
+                        const EntryView& entries, const SequenceView& seq, const KeyRounding& round) {
   ArenaScope scope(*c.workspace);
   if (entries.num_entries > 0) {
     compress(c, pooled, proj, w.ape.rows, ring, entries, seq, shape);
     TensorView normed = c.workspace->tensor(pooled.dtype, pooled.shape, "compressor.entries");
     rmsnorm(c, normed, inv, pooled, w.norm.rows, eps);
     rope(c, normed, entries.pos, rope_table, 1, /*inverse=*/false);
-    round(normed);
+    if (round.keys) round_keys(c, normed, round.rope_dim);
+    if (round.index) round_index(c, normed);
     entries_scatter(c, store, normed, entries, seq, per_page);
   }
   ring_update(c, ring, proj, seq);
@@ -103,9 +108,7 @@ void select_entries(Context& c, const ModelConfig& m, const LayerConfig& l, cons
   project_compressor(c, proj, u, w.compressor);
   TensorView pooled = ws.tensor(u.dtype, {entries.num_entries, m.index_head_dim}, "indexer.pooled");
   compress_and_store(c, shape, w.compressor, proj, pooled, TensorView(), s.index_ring, s.index_entries, s.per_page, rope_table, m.norm_eps, entries, seq,
-                     [&](TensorView keys) {
-                       if (fp4) round_index(c, keys);
-                     });
+                     {.index = fp4});
 
   const Range own = tp == nullptr ? Range{0, seq.num_tokens} : part_of(seq.num_tokens, tp->size(), tp->rank());
   if (const int64_t n = own.size(); n > 0) {
@@ -169,9 +172,7 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
     project_compressor(c, saved.proj, u, *w.compressor);
     probe("attn.proj", saved.proj);
     compress_and_store(c, shape, *w.compressor, saved.proj, saved.pooled, saved.pooled_inv, s.compressor_ring, s.entries, s.per_page, rope_table,
-                       m.norm_eps, entries, seq, [&](TensorView keys) {
-                         if (model.cache.kv_fp8) round_keys(c, keys, m.rope_dim);
-                       });
+                       m.norm_eps, entries, seq, {.keys = model.cache.kv_fp8, .rope_dim = m.rope_dim});
   }
   if (l.attention == AttentionKind::csa) {
     saved.selected = keep.tensor(DType::i32, {T, m.selected_columns(l.ratio)}, "attn.selected");

@@ -79,7 +79,7 @@ TEST_P(KeptActivations, AreWhatForwardKeeps) {
   EXPECT_EQ(static_cast<int64_t>(step.high_bytes()), kept_activation_bytes(m, numerics, whole_shard(m), T, 2, recompute));
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, KeptActivations, ::testing::Combine(::testing::Values(Numerics::f32, Numerics::bf16), ::testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(Modes, KeptActivations, ::testing::Combine(::testing::ValuesIn(kAllNumerics), ::testing::Bool()));
 
 }  // namespace
 }  // namespace lockstep

@@ -409,7 +409,7 @@ TEST_P(ExpertParallel, CountedBytesAreThePredictedOnes) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, ExpertParallel, ::testing::Values(Numerics::f32, Numerics::bf16),
+INSTANTIATE_TEST_SUITE_P(Modes, ExpertParallel, ::testing::ValuesIn(kAllNumerics),
                          [](const auto& info) { return std::string(numerics_name(info.param)); });
 
 }  // namespace

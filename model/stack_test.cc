@@ -95,7 +95,7 @@ TEST_P(SteadyState, AStepAllocatesNothing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, SteadyState,
-                         ::testing::Combine(::testing::Values(Numerics::f32, Numerics::bf16), ::testing::Values(1, 2),
+                         ::testing::Combine(::testing::ValuesIn(kAllNumerics), ::testing::Values(1, 2),
                                             ::testing::Values(Recompute::none, Recompute::layer)));
 
 // A rank without work takes part all the same: no row, no gradient, and nothing on the way minds.

@@ -321,7 +321,7 @@ class TensorParallel : public ::testing::Test {
 };
 
 TEST_F(TensorParallel, IsTheWholeModel) {
-  for (const Numerics numerics : {Numerics::f32, Numerics::bf16})
+  for (const Numerics numerics : kAllNumerics)
     for (uint64_t seed = 0; seed < 6; ++seed) compare(seed, numerics, 1 + static_cast<int64_t>(seed % 3), 20 + static_cast<int64_t>(seed) * 23);
 }
 

@@ -223,7 +223,7 @@ Completion generate_plainly(World& w, const Request& r, int32_t sample_idx) {
 }
 
 class EngineNumerics : public ::testing::TestWithParam<Numerics> {};
-INSTANTIATE_TEST_SUITE_P(Both, EngineNumerics, ::testing::Values(Numerics::f32, Numerics::bf16),
+INSTANTIATE_TEST_SUITE_P(Modes, EngineNumerics, ::testing::ValuesIn(kAllNumerics),
                          [](const auto& info) { return std::string(numerics_name(info.param)); });
 
 TEST_P(EngineNumerics, SaysWhatRunningEverySampleAloneFromTheStartSays) {

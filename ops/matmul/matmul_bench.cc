@@ -3,7 +3,7 @@
 // Every row of the table is one shape. A round times our call and the peer's one after the other (each long enough for the
 // clock); the row holds the fastest round of each, since other work on the machine only ever slows a round down, and the median
 // ratio. The peer multiplies f32 in every row; at M = 1 it is the faster of sgemm and sgemv. "cold" rows walk through 64 MiB of
-// weights so that no cache holds them, as a decode step of a large model does.
+// weights so that no cache holds them, as a decode step of a large model does. Rows "fp8" and "fp4" have our own bf16 product as their peer.
 
 #include <benchmark/benchmark.h>
 #ifdef LOCKSTEP_HAVE_OPENBLAS
@@ -134,6 +134,45 @@ Row product_row(DType dtype, int64_t m, int64_t n, int64_t k, int threads, int64
     set_peer_threads(threads);
     if (time_one(gemv, calibrate(gemv, 0.01)) < time_one(row.peer, calibrate(row.peer, 0.01))) row.peer = gemv;
   }
+  return row;
+}
+
+// Quantised weights; the peer is our own product in bf16 of the same sizes.
+Row quantized_row(const QuantFormat& format, int64_t m, int64_t n, int64_t k, int threads, int64_t copies) {
+  Row row;
+  row.threads = threads;
+  row.operations = 2.0 * static_cast<double>(m * n * k);
+  if (m == 1) row.bytes = static_cast<double>(n * k) / (format.codes == DType::e2m1x2 ? 2 : 1);
+  Tensor& x = inputs(DType::bf16, {m, k});
+  Tensor& y = keep(Tensor(DType::bf16, {m, n}));
+  std::vector<WeightView> w, w16;
+  for (int64_t i = 0; i < copies; ++i) {
+    Tensor& master = inputs(DType::bf16, {n, k});
+    w16.push_back(weight(master));
+    WeightView q;
+    q.row_grid = {format.block_rows, 0};
+    q.col_grid = {format.block_cols, 0};
+    Tensor& codes = keep(Tensor(format.codes, code_shape(format, n, k)));
+    Tensor& scales = keep(Tensor(DType::ue8m0, scale_shape(format, n, k)));
+    quantize_by_grid(context(1), codes, scales, q.row_grid, q.col_grid, master);
+    q.rows = codes;
+    q.scales = scales;
+    Tensor& panels = keep(Tensor(format.codes, panel_shape(codes.view().shape)));
+    Tensor& panel_scales = keep(Tensor(DType::f32, panel_scale_shape(q)));
+    pack_panels(context(1), panels, codes);
+    pack_panel_scales(context(1), panel_scales, q);
+    q.panels = panels;
+    q.panel_scales = panel_scales;
+    w.push_back(q);
+  }
+  const auto walk = [threads, &x, &y](std::vector<WeightView> all) {
+    return [=, &x, &y, i = size_t{0}]() mutable {
+      i = (i + 1) % all.size();
+      matmul(context(threads), y, x, all[i]);
+    };
+  };
+  row.ours = walk(w);
+  row.peer = walk(w16);
   return row;
 }
 
@@ -333,6 +372,14 @@ void register_rows() {
     for (const int64_t kib : {2048, 4096}) {
       add_row([=] { return copy_row(kib << 10, 1, threads); }, fmt::format("copy {} KiB", kib));
       add_row([=] { return copy_row(kib << 10, (64 << 10) / kib, threads); }, fmt::format("copy {} KiB cold", kib));
+    }
+    for (const bool fp4 : {false, true}) {
+      const QuantFormat format = fp4 ? kFp4 : kFp8Weight;
+      const std::string d = fp4 ? "fp4" : "fp8";
+      add_row([=] { return quantized_row(format, 1, 1024, 1024, threads, 32); }, d + " M=1 N=1024 K=1024 cold");
+      for (const int64_t m : {1, 8, 64, 512})
+        add_row([=] { return quantized_row(format, m, 1024, 1024, threads, 1); }, fmt::format("{} M={} N=1024 K=1024", d, m));
+      add_row([=] { return quantized_row(format, 64, 2048, 4096, threads, 1); }, d + " M=64 N=2048 K=4096");
     }
     for (const DType t : {DType::bf16, DType::f32}) {
       const std::string d = dtype_name(t);

@@ -84,10 +84,10 @@ HWY_INLINE Vec DecodeE4m3(F32Tag d, const e4m3* p) {  // value * 2^-8
   const hn::Rebind<int16_t, F32Tag> d16;
   const hn::Rebind<hwy::float16_t, F32Tag> half;
   const auto code = hn::PromoteTo(d16, hn::LoadU(d8, reinterpret_cast<const int8_t*>(p)));
-  const auto magnitude = hn::Set(d16, 0x7f);
-  const auto nan = hn::VecFromMask(d16, hn::Eq(hn::And(code, magnitude), magnitude));
   const auto bits = hn::And(hn::ShiftLeft<7>(code), hn::Set(d16, static_cast<int16_t>(0xbf80)));
-  return hn::PromoteTo(d, hn::BitCast(half, hn::Or(bits, hn::And(nan, hn::Set(d16, 0x7c00)))));
+  // One more than the largest magnitude carries into bit 14, and only NaN is there: with it the exponent is all ones.
+  const auto nan = hn::Add(bits, hn::Set(d16, 0x80));
+  return hn::PromoteTo(d, hn::BitCast(half, hn::OrAnd(bits, nan, hn::Set(d16, 0x4000))));
 }
 template <int kOdd>
 HWY_INLINE Vec LoadStep(F32Tag d, const e4m3* panel, int64_t i, int v) {
