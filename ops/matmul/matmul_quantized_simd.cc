@@ -79,16 +79,18 @@ template <int kOdd>
 HWY_INLINE Vec LoadStep(F32Tag d, const float* panel, int64_t i, int v) {
   return hn::LoadU(d, panel + i * kPanelWidth + v * static_cast<int>(kF32Lanes));
 }
-HWY_INLINE Vec DecodeE4m3(F32Tag d, const e4m3* p) {  // value * 2^-8
-  const hn::Rebind<int8_t, F32Tag> d8;
-  const hn::Rebind<int16_t, F32Tag> d16;
-  const hn::Rebind<hwy::float16_t, F32Tag> half;
+// 16-bit lanes: those of one f32 vector, or of two.
+template <class D16>
+HWY_INLINE hn::Vec<hn::Rebind<hwy::float16_t, D16>> DecodeE4m3ToHalf(D16 d16, const e4m3* p) {  // value * 2^-8
+  const hn::Rebind<int8_t, D16> d8;
+  const hn::Rebind<hwy::float16_t, D16> half;
   const auto code = hn::PromoteTo(d16, hn::LoadU(d8, reinterpret_cast<const int8_t*>(p)));
   const auto bits = hn::And(hn::ShiftLeft<7>(code), hn::Set(d16, static_cast<int16_t>(0xbf80)));
   // One more than the largest magnitude carries into bit 14, and only NaN is there: with it the exponent is all ones.
   const auto nan = hn::Add(bits, hn::Set(d16, 0x80));
-  return hn::PromoteTo(d, hn::BitCast(half, hn::OrAnd(bits, nan, hn::Set(d16, 0x4000))));
+  return hn::BitCast(half, hn::OrAnd(bits, nan, hn::Set(d16, 0x4000)));
 }
+HWY_INLINE Vec DecodeE4m3(F32Tag d, const e4m3* p) { return hn::PromoteTo(d, DecodeE4m3ToHalf(hn::Rebind<int16_t, F32Tag>(), p)); }
 template <int kOdd>
 HWY_INLINE Vec LoadStep(F32Tag d, const e4m3* panel, int64_t i, int v) {
   return DecodeE4m3(d, panel + i * kPanelWidth + v * static_cast<int>(kF32Lanes));
@@ -136,6 +138,21 @@ void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const float* HWY_RESTRI
     };
     int64_t i = blocks[block].begin - first;  // even wherever codes are two a byte
     const int64_t end = blocks[block].end - first;
+    if constexpr (std::is_same_v<B, e4m3> && kPerPanel == 1) {  // two steps of a panel are decoded at once
+      const hn::Repartition<int16_t, F32Tag> d16;
+      const hn::Rebind<hwy::float16_t, F32Tag> half;
+      for (; i + 2 <= end; i += 2)
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) {
+          const auto two = DecodeE4m3ToHalf(d16, b + v * b_stride + i * kPanelWidth);
+          const Vec even = hn::PromoteTo(d, hn::LowerHalf(two)), odd = hn::PromoteTo(d, hn::UpperHalf(half, two));
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) {
+            acc[r][v] = hn::MulAdd(hn::Set(d, a[r * a_stride + i]), even, acc[r][v]);
+            acc[r][v] = hn::MulAdd(hn::Set(d, a[r * a_stride + i + 1]), odd, acc[r][v]);
+          }
+        }
+    }
     for (; i + 2 <= end; i += 2) {
       step.template operator()<0>(i);
       step.template operator()<1>(i + 1);
