@@ -266,7 +266,7 @@ void Weights::load(Context& c, const TensorSet& masters, int64_t version) {
     if (!table_[i].held()) continue;
     const TensorView& from = masters.views[i];
     CHECK(from.shape == table_[i].shape, "{}: master {} for weight {}", table_[i].name, from.shape.str(), table_[i].shape.str());
-    store(c, i, from);
+    store(c, table_[i].id, from);
   }
   commit(c, version);
 }
@@ -278,13 +278,14 @@ Status Weights::load(Context& c, const ReadBox& read, int64_t version) {
     const ArenaScope scope(*c.workspace);
     const TensorView master = c.workspace->tensor(spec.master_dtype(), spec.shape, spec.name);
     LOCKSTEP_RETURN_IF_ERROR(read(spec, spec.box, matrix_view(master)));
-    store(c, i, master);
+    store(c, spec.id, master);
   }
   commit(c, version);
   return Status::ok();
 }
 
-void Weights::store(Context& c, size_t i, ConstTensorView master) {
+void Weights::store(Context& c, int id, ConstTensorView master) {
+  const auto i = static_cast<size_t>(id);
   if (master.dtype == DType::i32) {
     std::memcpy(rows_[i].data, master.data, master.bytes());
   } else if (!scales_[i].empty()) {

@@ -134,6 +134,9 @@ class Weights {
   // The same from wherever boxes come from; an error leaves the version as it was, and the weights unfit for use.
   Status load(Context& c, const ReadBox& read, int64_t version);
 
+  // Rounds one master of the shard's shape; commit follows.
+  void store(Context& c, int id, ConstTensorView master);
+
   // An update by others: write rows(id), in the weight dtype and stored shape, and scales(id) of every tensor that changes, then commit, which
   // repacks all panels.
   TensorView rows(int id) { return rows_[static_cast<size_t>(id)]; }
@@ -143,8 +146,6 @@ class Weights {
   void commit(Context& c, int64_t version);
 
  private:
-  void store(Context& c, size_t i, ConstTensorView master);
-
   ModelConfig config_;
   Numerics numerics_;
   Shard shard_;

@@ -170,6 +170,11 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   // What this rank holds: in training, and where the sampler's layout is another one, for sampling.
   const bool apart = ranks != nullptr && use.train && use.sample && ranks->trainer != ranks->sampler;
   const Shard held = ranks == nullptr ? whole_shard(config.value()) : use.train ? ranks->trainer_shard() : ranks->sampler_shard();
+  if (apart && is_quantized(options.numerics)) {
+    return errorf("model.numerics {} with a sampler in another layout than the trainer is not built yet: weights then travel in pieces that codes and scales "
+                  "cannot be cut into; give both one layout, or use bf16",
+                  numerics_name(options.numerics));
+  }
   LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), options.numerics, use, held, apart ? &ranks->sampler_shard() : nullptr));
 
   std::unique_ptr<Policy> p(new Policy(num_threads(use.threads)));

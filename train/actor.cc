@@ -174,6 +174,11 @@ struct Actor::Impl {
   void publish() {
     optimizer.write_rows(c, weights);
     partition.share_rows(c, weights);
+    for (const TensorSpec& spec : weights.table()) {  // each rank quantises all it holds: blocks span rows that ranks step apart
+      if (weights.scales(spec.id).empty() || gradients.set.views[static_cast<size_t>(spec.id)].empty()) continue;
+      const ArenaScope scope(*c.workspace);
+      weights.store(c, spec.id, partition.gather_master(c, spec.id, optimizer.master(spec.id)));
+    }
     weights.commit(c, weights.version() + 1);
   }
 

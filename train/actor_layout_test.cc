@@ -262,7 +262,7 @@ class ActorLayout : public ::testing::TestWithParam<Case> {
 };
 
 TEST_P(ActorLayout, LogprobsHaveTheBitsOfOneRank) {
-  for (const Numerics numerics : {Numerics::f32, Numerics::bf16}) {
+  for (const Numerics numerics : kAllNumerics) {
     Trainer one = alone(numerics), many = together(numerics);
     for (const std::vector<TrainSample>& samples : {mixed_samples(), random_samples(4, {12}), std::vector<TrainSample>()})
       expect_same_bits(one.actor.logprobs(samples), many.actor.logprobs(samples));
@@ -302,7 +302,7 @@ TEST_P(ActorLayout, EveryLossModeHasTheDenominatorsOfAllSamples) {
 }
 
 TEST_P(ActorLayout, RepeatsToTheBit) {
-  for (const Numerics numerics : {Numerics::f32, Numerics::bf16}) {
+  for (const Numerics numerics : kAllNumerics) {
     uint64_t first = 0;
     for (int run = 0; run < 2; ++run) {
       Trainer many = together(numerics);

@@ -63,9 +63,16 @@ Status Optimizer::read_masters(const ReadBox& read) const {
 
 void Optimizer::write_rows(Context& c, Weights& weights) const {
   for (const Owned& o : owned_) {
+    if (!weights.scales(o.piece.id).empty()) continue;
     const TensorView rows = matrix_view(weights.rows(o.piece.id));
     cast(c, rows.slice(o.piece.rows.begin, o.piece.rows.size()), o.master);
   }
+}
+
+ConstTensorView Optimizer::master(int id) const {
+  for (const Owned& o : owned_)
+    if (o.piece.id == id) return o.master;
+  return {};
 }
 
 void Optimizer::reset() {

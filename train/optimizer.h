@@ -52,6 +52,7 @@ class Optimizer {
   Status read_masters(const ReadBox& read) const;
   // Rounds the masters of own pieces into the rows of `weights`.
   void write_rows(Context& c, Weights& weights) const;
+  ConstTensorView master(int id) const;  // of this rank's piece, [rows, columns]; empty: none
 
   // Moments to zero, counters to zero.
   void reset();

@@ -99,6 +99,20 @@ void Partition::share_rows(Context& c, Weights& weights) const {
     if (run->ranks != nullptr && run->ranks->size() > 1 && !run->gradients.empty()) share_run(c, weights, *run);
 }
 
+ConstTensorView Partition::gather_master(Context& c, int id, ConstTensorView own) const {
+  const TensorSpec& spec = table_[static_cast<size_t>(id)];
+  const Run& run = spec.cut == Cut::experts ? experts_ : dense_;
+  if (run.ranks == nullptr || run.ranks->size() == 1) return own.reshape(spec.shape);
+  const TensorView whole = c.workspace->tensor(DType::f32, {spec.shape.elements()}, "masters together");
+  std::vector<int64_t> counts(static_cast<size_t>(run.ranks->size()));
+  for (size_t part = 0; part < counts.size(); ++part)
+    for (const Piece& piece : run.cut.pieces[part])
+      if (piece.id == id) counts[part] += piece.elements.size();
+  const ConstTensorView mine = own.empty() ? ConstTensorView(whole.data, DType::f32, {0}) : own.reshape({own.shape.elements()});
+  run.ranks->all_gather(c, whole, mine, counts, "masters");
+  return whole.reshape(spec.shape);
+}
+
 // In rounds: of each part as many elements of the run, in their weight dtypes, as bytes one behind the other.
 void Partition::share_run(Context& c, Weights& weights, const Run& run) const {
   const int size = run.ranks->size(), me = run.ranks->rank();
@@ -117,6 +131,7 @@ void Partition::share_run(Context& c, Weights& weights, const Run& run) const {
       for (const Piece& piece : run.cut.pieces[static_cast<size_t>(part)]) {
         const Range elements = within(piece, window);
         const TensorView rows = weights.rows(piece.id);
+        if (!weights.scales(piece.id).empty()) continue;
         const int64_t width = static_cast<int64_t>(dtype_bytes(rows.dtype));
         if (elements.size() > 0) f(static_cast<char*>(rows.data) + elements.begin * width, elements.size() * width);
       }

@@ -44,8 +44,13 @@ class Partition {
 
   // Gradients of own pieces become the sums over all ranks that hold them, in rank order. Elsewhere they stay this rank's.
   void sum_gradients(Context& c) const;
-  // All ranks have written their own pieces into the rows of `weights`: gives them to all. At most kBucketBytes are on their way at a time.
+  // All ranks have written their own pieces into the rows of `weights`: gives them to all, but for tensors that are quantised. At most kBucketBytes are on their way at a time.
   void share_rows(Context& c, Weights& weights) const;
+
+  // The whole of a tensor's master in this shard, from the pieces of all ranks that hold it: what blocks of rows are quantised from. `own` is this rank's
+  // piece, empty if it has none. All ranks call it, for the same tensors in the same order. Alone it is `own`; otherwise in the workspace, which the caller's
+  // scope releases.
+  ConstTensorView gather_master(Context& c, int id, ConstTensorView own) const;
 
   static constexpr int64_t kBucketBytes = int64_t{4} << 20;
 
