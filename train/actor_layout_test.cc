@@ -269,6 +269,18 @@ TEST_P(ActorLayout, LogprobsHaveTheBitsOfOneRank) {
   }
 }
 
+// What a step publishes is what a load of the same masters gives: with a learning rate of 0 they stay.
+TEST_P(ActorLayout, PublishedWeightsAreTheRoundedMasters) {
+  OptimizerConfig o = optimizer_config();
+  o.lr = 0;
+  for (const Numerics numerics : kAllNumerics) {
+    Trainer one = alone(numerics, o), many = together(numerics, o);
+    many.step(mixed_samples(), policy_loss(Aggregation::token_mean, KlKind::none));
+    EXPECT_EQ(many.weights.version(), 1);
+    expect_same_bits(one.actor.logprobs(mixed_samples()), many.actor.logprobs(mixed_samples()));
+  }
+}
+
 TEST_P(ActorLayout, StepsAreThoseOfOneRank) {
   const LossConfig loss = policy_loss(Aggregation::token_mean, KlKind::k3);
   Trainer one = alone(Numerics::f32), many = together(Numerics::f32);
