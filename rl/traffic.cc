@@ -162,8 +162,11 @@ ModelCall even_call(const ModelConfig& config, int tp, std::vector<int64_t> sequ
   const int64_t T = call.tokens(), E = config.num_experts;
   for (int r = 0; r < tp; ++r) call.embedded.push_back(part_of(T, tp, r).size());
   call.experts.reserve(static_cast<size_t>(config.num_layers() * E));
-  for (int64_t i = 0; i < config.num_layers() * E; ++i)
-    call.experts.push_back(part_of(T * config.experts_per_token, static_cast<int>(E), static_cast<int>(i % E)).size());
+  const int64_t rows = T * config.experts_per_token;
+  for (int64_t i = 0; i < config.num_layers() * E; ++i) {
+    const int64_t e = i % E;
+    call.experts.push_back((e + 1) * rows / E - e * rows / E);  // few rows are spread over all experts too
+  }
   return call;
 }
 
