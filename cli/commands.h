@@ -99,6 +99,20 @@ struct ChatEncodeArgs {
 };
 int chat_encode_command(const ChatEncodeArgs& args);
 
+// Numbers that are 0 come from RUN.toml or a default.
+struct PlanArgs {
+  std::string config;                  // RUN.toml, or empty
+  std::vector<std::string> overrides;  // of it
+  std::string model, device = "mi355x";
+  int64_t ranks = 0, tp = 0, pp = 0, ep = 0, dp = 0;
+  int64_t rollout_ranks = 0, rollout_tp = 0, rollout_ep = 0;
+  std::string numerics, rollout_numerics;
+  int64_t prompts = 0, samples = 0, prompt_tokens = 0, response_tokens = 0, microbatch_tokens = 0, max_running = 0;
+  double hot = 1.5;
+  bool recompute = false, offload_optimizer = false, json = false;
+};
+int plan_command(const PlanArgs& args);
+
 int stall_command(const std::string& run_dir);
 struct InspectArgs {
   std::string path;

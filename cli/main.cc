@@ -204,6 +204,35 @@ int run(int argc, char** argv) {
   v->add_flag("--json", verify.json, "Print one JSON object a file");
   v->callback([&] { exit_code = verify_command(verify); });
 
+  PlanArgs plan;
+  CLI::App* p = app.add_subcommand("plan", "Whether a model fits onto devices under a layout, what ranks tell each other, how long a step takes at least");
+  const auto count = [&](const char* name, int64_t& value, const char* help) { p->add_option(name, value, help)->check(CLI::Range(int64_t{1}, int64_t{1} << 24)); };
+  p->add_option("RUN.toml", plan.config, "Settings that the flags below change; without it defaults of the published run");
+  p->add_option("--set", plan.overrides, "Override one setting of RUN.toml")->allow_extra_args(false);
+  p->add_option("--model", plan.model, "flash, pro, a config.json or a directory that holds one (flash)");
+  p->add_option("--device", plan.device, "mi355x, h200, h100 or cpu, of which a rank has one core")->capture_default_str();
+  p->add_option("--ranks", plan.ranks, "Of the trainer, one a device (tp x pp x dp, or ep)")->check(CLI::Range(1, 4096));
+  count("--tp", plan.tp, "Ranks that share heads and vocabulary (1)");
+  count("--pp", plan.pp, "Pipeline stages (1)");
+  count("--ep", plan.ep, "Ranks that experts are spread over (1)");
+  count("--dp", plan.dp, "Ranks that see other samples (what the ranks allow)");
+  p->add_option("--rollout-ranks", plan.rollout_ranks, "Ranks of the sampler alone; without it the trainer's sample too")->check(CLI::Range(1, 4096));
+  count("--rollout-tp", plan.rollout_tp, "The sampler's tp (1)");
+  count("--rollout-ep", plan.rollout_ep, "The sampler's ep (the trainer's)");
+  p->add_option("--numerics", plan.numerics, "Of the trainer (bf16)")->check(CLI::IsMember({"f32", "bf16"}));
+  p->add_option("--rollout-numerics", plan.rollout_numerics, "fp8: large linear layers of the sampler in E4M3 (the trainer's)")->check(CLI::IsMember({"bf16", "fp8"}));
+  count("--prompts", plan.prompts, "Prompts of a step (32)");
+  count("--samples", plan.samples, "Samples of each (8)");
+  count("--prompt-tokens", plan.prompt_tokens, "Length of every prompt (1024)");
+  count("--response-tokens", plan.response_tokens, "Length of every response (4096)");
+  count("--microbatch-tokens", plan.microbatch_tokens, "Budget of a micro-batch; a longer sample forms its own (8192)");
+  count("--max-running", plan.max_running, "Samples that an engine decodes at once (48)");
+  p->add_option("--hot", plan.hot, "Rows of the fullest rank's experts, of an even share")->check(CLI::Range(1.0, 4096.0))->capture_default_str();
+  p->add_flag("--recompute", plan.recompute, "Keep only the inputs of layers and run them again in the backward");
+  p->add_flag("--offload-optimizer", plan.offload_optimizer, "Masters and moments in the host's memory, and stepped there");
+  p->add_flag("--json", plan.json, "Print one JSON object");
+  p->callback([&] { exit_code = run_alone("plan", [&] { return plan_command(plan); }); });
+
   std::string stalled;
   CLI::App* l = app.add_subcommand("stall", "Why the ranks of a run could not go on, from the records they left");
   l->add_option("RUN_DIR", stalled, "The run directory, or one of the directories below its flight/")->required();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <utility>
 
 namespace lockstep {
@@ -62,9 +63,17 @@ class ArenaBytes {
   int64_t total_ = 0;
 };
 
+// Rows as this rank's experts met them: SavedMoe::rho, g, u, and x where they came from elsewhere.
+void add_expert_rows(ArenaBytes& a, const ModelConfig& m, int ep, int64_t n) {
+  if (ep > 1) a.stored(n * m.hidden_size);
+  a.f32(n), a.stored(n * m.expert_dim), a.stored(n * m.expert_dim);
+}
+
 // SavedSite, SavedAttention, SavedMoe and x_mid of one layer, in the shapes of model/saved.h.
-void add_saved_layer(ArenaBytes& a, const ModelConfig& m, const LayerConfig& l, int64_t T, int64_t sequences) {
-  const int64_t n = m.hc_mult, D = m.hidden_size, H = m.num_heads, d = m.head_dim, K = m.experts_per_token, I = m.expert_dim;
+void add_saved_layer(ArenaBytes& a, const ModelConfig& m, const Shard& shard, int64_t layer, const KeptCall& call) {
+  const LayerConfig& l = m.layers[static_cast<size_t>(layer)];
+  const int64_t T = std::accumulate(call.sequences.begin(), call.sequences.end(), int64_t{0});
+  const int64_t n = m.hc_mult, D = m.hidden_size, H = shard.heads(m).size(), d = m.head_dim, K = m.experts_per_token, I = m.expert_dim;
   a.stored(T * n * D);  // x_mid
   for (int site = 0; site < 2; ++site) {
     a.f32(T * n), a.f32(T * n), a.f32(T * n * n), a.f32(T * m.mix_rows()), a.f32(T);
@@ -74,14 +83,17 @@ void add_saved_layer(ArenaBytes& a, const ModelConfig& m, const LayerConfig& l, 
   a.stored(T * H * d), a.f32(T * H), a.stored(T * H * d);
   a.stored(T * d), a.f32(T), a.stored(T * d);
   if (l.compressed()) {
-    const int64_t entries = sequences * (T / sequences / l.ratio);
+    int64_t entries = 0;
+    for (const int64_t rows : call.sequences) entries += rows / l.ratio;
     a.f32(T * 2 * (l.overlap() ? 2 : 1) * d), a.stored(entries * d), a.f32(entries);
   }
-  if (l.attention == AttentionKind::csa) a.f32(T * std::min(m.index_topk, m.max_positions / l.ratio + 1));
-  a.stored(T * H * d), a.f32(T * H), a.stored(T * m.o_groups * m.o_rank);
+  if (l.attention == AttentionKind::csa) a.f32(T * m.selected_columns(l.ratio));
+  a.stored(T * H * d), a.f32(T * H), a.stored(T * shard.groups(m).size() * m.o_rank);
   a.f32(T * m.num_experts), a.f32(T * K), a.f32(T * K);
-  a.f32(m.num_experts + 1), a.f32(T * K), a.f32(T * K), a.f32(T * K);
-  a.stored(T * K * I), a.stored(T * K * I), a.stored(T * I), a.stored(T * I);
+  a.f32(m.num_experts + 1), a.f32(T * K), a.f32(T * K);
+  if (call.ep > 1) a.f32(2 * call.ep * m.num_experts);  // counts, i64
+  add_expert_rows(a, m, call.ep, call.ep > 1 ? call.expert_rows[static_cast<size_t>(layer)] : T * K);
+  a.stored(T * I), a.stored(T * I);
 }
 
 }  // namespace
@@ -158,24 +170,65 @@ int64_t panel_bytes(const std::vector<TensorSpec>& table, Numerics numerics) {
   return bytes;
 }
 
-int64_t kept_activation_bytes(const ModelConfig& m, Numerics numerics, const Shard& shard, int64_t T, int64_t sequences, bool recompute) {
-  const int64_t n = m.hc_mult, D = m.hidden_size;
+int64_t kept_activation_bytes(const ModelConfig& m, Numerics numerics, const Shard& shard, const KeptCall& call) {
+  const int64_t T = std::accumulate(call.sequences.begin(), call.sequences.end(), int64_t{0}), n = m.hc_mult, D = m.hidden_size;
   ArenaBytes kept(numerics), largest(numerics);
   if (shard.embedding) kept.stored(T * n * D);
   for (int64_t i = shard.layers.begin; i < shard.layers.end; ++i) {
-    const LayerConfig& l = m.layers[static_cast<size_t>(i)];
     kept.stored(T * n * D);  // the next layer's input
-    if (!recompute) {
-      add_saved_layer(kept, m, l, T, sequences);
+    if (!call.recompute) {
+      add_saved_layer(kept, m, shard, i, call);
       continue;
     }
     ArenaBytes again(numerics);  // in backward, one layer at a time: its output and all that it saves
     again.stored(T * n * D);
-    add_saved_layer(again, m, l, T, sequences);
+    add_saved_layer(again, m, shard, i, call);
     if (again.total() > largest.total()) largest = again;
   }
-  if (shard.head) kept.f32(T * n), kept.f32(T * n), kept.f32(T), kept.stored(T * D), kept.f32(T);
+  if (shard.head) {
+    const int64_t R = call.wanted < 0 ? T : call.wanted;
+    if (call.wanted > 0) kept.stored(R * n * D);
+    kept.f32(R * n), kept.f32(R * n), kept.f32(R), kept.stored(R * D), kept.f32(R);
+  }
   return kept.total() + largest.total();
+}
+
+int64_t kept_expert_row_bytes(const ModelConfig& m, Numerics numerics, int ep, int64_t n) {
+  ArenaBytes rows(numerics);
+  add_expert_rows(rows, m, ep, n);
+  return rows.total();
+}
+
+double shard_forward_flops(const ModelConfig& m, const Shard& shard, int64_t tokens, int64_t length, int64_t wanted, double expert_rows) {
+  double flops = 0;
+  for (const TensorSpec& t : tensor_table(m, shard)) {
+    if (!t.held() || t.role == TensorRole::hash_table || t.role == TensorRole::embedding) continue;
+    const auto numbers = static_cast<double>(t.shape.elements());
+    if (t.role == TensorRole::expert) {
+      flops += 2 * numbers / static_cast<double>(shard.experts.size()) * expert_rows;
+    } else {
+      flops += 2 * numbers * static_cast<double>(t.layer < 0 ? wanted : tokens);
+    }
+  }
+  if (tokens == 0) return flops;
+  const double sequences = static_cast<double>(tokens) / static_cast<double>(length), share = 1.0 / shard.tp;
+  std::map<std::pair<AttentionKind, int64_t>, Reads> known;
+  for (int64_t i = shard.layers.begin; i < shard.layers.end; ++i) {
+    const LayerConfig& l = m.layers[static_cast<size_t>(i)];
+    const auto [reads, is_new] = known.try_emplace({l.attention, l.ratio});
+    if (is_new) reads->second = sum_reads(m, l, length);
+    flops += attention_flops(m, reads->second) * sequences * share;  // heads, and the indexer's rows, are shared out
+  }
+  return flops;
+}
+
+double decode_state_bytes(const ModelConfig& m, Numerics numerics, int64_t n) {
+  double rows = 0;
+  for (const LayerConfig& l : m.layers) {
+    const Reads r = reads(m, l, n);
+    rows += static_cast<double>(r.rows * m.head_dim + r.scores * m.index_head_dim);
+  }
+  return rows * static_cast<double>(dtype_bytes(storage_dtype(numerics)));
 }
 
 StageCosts stage_costs(const ModelConfig& config, int64_t length) {

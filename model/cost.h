@@ -3,6 +3,7 @@
 // arithmetic, for stage balance, `lockstep plan` and memory checks. A multiply-add counts as two operations. Source: V4 spec 9.
 
 #include <cstdint>
+#include <vector>
 
 #include "model/config.h"
 #include "model/weights.h"
@@ -27,9 +28,23 @@ double decode_flops(const ModelConfig& config, int64_t n);
 int64_t weight_bytes(const std::vector<TensorSpec>& table, Numerics numerics);
 int64_t panel_bytes(const std::vector<TensorSpec>& table, Numerics numerics);
 
-// Bytes that forward keeps for backward, of T packed tokens in `sequences` equal sequences with all rows wanted; what the arena reaches
-// (pieces are rounded up to its alignment). One rank without tp and ep.
-int64_t kept_activation_bytes(const ModelConfig& config, Numerics numerics, const Shard& shard, int64_t T, int64_t sequences, bool recompute);
+// Bytes that forward keeps for backward: what the arena reaches, whose pieces are rounded up to its alignment.
+struct KeptCall {
+  std::vector<int64_t> sequences;    // tokens of each, from position 0
+  int64_t wanted = -1;               // rows of a list; -1: all rows, without one
+  int ep = 1;                        // ranks that experts are spread over
+  std::vector<int64_t> expert_rows;  // by layer of the model: rows that come to this rank's experts; unused for ep 1, where they are the tokens' own
+  bool recompute = false;
+};
+int64_t kept_activation_bytes(const ModelConfig& config, Numerics numerics, const Shard& shard, const KeptCall& call);
+// Of them, what grows with the rows that a rank's experts meet, for n rows of one layer.
+int64_t kept_expert_row_bytes(const ModelConfig& config, Numerics numerics, int ep, int64_t n);
+
+// Forward operations of what a rank holds, for its own `tokens` in sequences of `length`, `wanted` rows of them in the head, and `expert_rows` a
+// layer in its experts. Of tensors that tp cuts its part; the indexer's choice by its share of the rows.
+double shard_forward_flops(const ModelConfig& config, const Shard& shard, int64_t tokens, int64_t length, int64_t wanted, double expert_rows);
+// Bytes of sequence state that decoding one token with n positions visible reads, all layers.
+double decode_state_bytes(const ModelConfig& config, Numerics numerics, int64_t n);
 
 // For balance_layers: forward operations per token at `length`.
 StageCosts stage_costs(const ModelConfig& config, int64_t length);

@@ -50,6 +50,25 @@ TEST(Cost, AWholeSequenceCostsItsTokens) {
   EXPECT_DOUBLE_EQ(layers_forward_flops(m, {0, m.num_layers()}, 100) + 100 * head_forward_flops(m), sum);
 }
 
+// What the ranks of a layout do together is what one alone does, but for what tp replicates.
+TEST(Cost, ShardsAddUpToTheModel) {
+  const ModelConfig m = load("flash.config.json");
+  const int64_t length = 512;
+  const double whole = layers_forward_flops(m, {0, m.num_layers()}, length) + static_cast<double>(length) * head_forward_flops(m);
+  const Layout layout{.tp = 1, .pp = 4, .ep = 4, .dp = 4};
+  const Grid grid(layout);
+  const StageLayers stages = balance_layers(stage_costs(m, length), layout.pp);
+  double sum = 0;
+  for (int rank = 0; rank < layout.ranks(); ++rank)  // a sequence each dp index; balanced experts
+    sum += shard_forward_flops(m, shard_of(m, grid, stages, rank), length, length, length, static_cast<double>(length * m.experts_per_token));
+  EXPECT_NEAR(sum, 4 * whole, 1e-9 * sum);
+
+  const Shard half = shard_of(m, Grid({.tp = 2, .pp = 1, .ep = 1, .dp = 1}), {{0, m.num_layers()}}, 0);
+  const double rows = static_cast<double>(length * m.experts_per_token), own = shard_forward_flops(m, half, length, length, length, rows);
+  EXPECT_GT(own, 0.5 * whole);
+  EXPECT_LT(own, whole);
+}
+
 class KeptActivations : public ::testing::TestWithParam<std::tuple<Numerics, bool>> {};
 
 TEST_P(KeptActivations, AreWhatForwardKeeps) {
@@ -76,7 +95,7 @@ TEST_P(KeptActivations, AreWhatForwardKeeps) {
   Gradients gradients = make_gradients(m, arena, [](const TensorSpec&) { return true; });
   const TensorView hidden = forward(c, model, batch, state, &saved);
   backward(c, model, batch, state, saved, arena.zeros(DType::f32, hidden.shape, "dhidden"), gradients);
-  EXPECT_EQ(static_cast<int64_t>(step.high_bytes()), kept_activation_bytes(m, numerics, whole_shard(m), T, 2, recompute));
+  EXPECT_EQ(static_cast<int64_t>(step.high_bytes()), kept_activation_bytes(m, numerics, whole_shard(m), {.sequences = {T / 2, T / 2}, .expert_rows = {}, .recompute = recompute}));
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, KeptActivations, ::testing::Combine(::testing::ValuesIn(kAllNumerics), ::testing::Bool()));

@@ -135,6 +135,12 @@ CommBytes tp_attention_output_bytes(const ModelConfig& m, DType dtype, int64_t T
   return bytes;
 }
 
+int64_t tp_attention_output_calls(const ModelConfig& m, int64_t T, int size) {
+  if (size == 1) return 0;
+  const int64_t block = output_block_rows(m.o_groups / size, m.hidden_size, size);
+  return 2 * ((T + block - 1) / block);
+}
+
 CommBytes tp_attention_gradient_bytes(const ModelConfig& m, int64_t T, int64_t entries, int size, int rank) {
   return size == 1 ? CommBytes() : all_reduce_bytes(T * (m.q_rank + m.head_dim) + entries * m.head_dim, DType::f32, size, rank);
 }

@@ -51,6 +51,7 @@ void tp_gather_columns(Context& c, RankGroup& tp, TensorView y, ConstTensorView 
 CommBytes tp_embedding_bytes(const ModelConfig& m, DType dtype, std::span<const int64_t> tokens, int rank);  // tokens that each rank holds
 CommBytes tp_entries_bytes(const ModelConfig& m, int64_t ratio, int64_t T, int size, int rank);             // a csa layer
 CommBytes tp_attention_output_bytes(const ModelConfig& m, DType dtype, int64_t T, int size, int rank);      // a layer
+int64_t tp_attention_output_calls(const ModelConfig& m, int64_t T, int size);                                // of the group, in that layer
 CommBytes tp_attention_gradient_bytes(const ModelConfig& m, int64_t T, int64_t entries, int size, int rank);  // a layer that completes `entries`
 CommBytes tp_logits_bytes(const ModelConfig& m, int64_t R, int size, int rank);
 CommBytes tp_logprob_bytes(const ModelConfig& m, int64_t R, bool entropy, int size, int rank);

@@ -303,26 +303,28 @@ void Weights::commit(Context& c, int64_t version) {
   version_ = version;
 }
 
-Gradients make_gradients(const ModelConfig& config, const Shard& shard, Arena& arena, const std::function<bool(const TensorSpec&)>& trained) {
+GradientPlaces gradient_places(const std::vector<TensorSpec>& table, const std::function<bool(const TensorSpec&)>& trained) {
   constexpr int64_t kLine = 16;  // floats: every tensor begins on a cache line
-  const auto room = [](const TensorSpec& spec) { return (spec.shape.elements() + kLine - 1) / kLine * kLine; };
-  // No gradient reaches buffers, and none the indexer: its top-k choice has no derivative (V4 spec 6.1).
-  const auto has_gradient = [&](const TensorSpec& spec) { return spec.held() && !spec.is_buffer() && !spec.indexer && trained(spec); };
+  GradientPlaces places;
+  for (const TensorSpec& spec : table) {
+    // No gradient reaches buffers, and none the indexer: its top-k choice has no derivative (V4 spec 6.1).
+    const bool has_gradient = spec.held() && !spec.is_buffer() && !spec.indexer && trained(spec);
+    int64_t& filled = spec.cut == Cut::experts ? places.experts : places.dense;
+    places.begin.push_back(has_gradient ? filled : -1);
+    if (has_gradient) filled += (spec.shape.elements() + kLine - 1) / kLine * kLine;
+  }
+  return places;
+}
+
+Gradients make_gradients(const ModelConfig& config, const Shard& shard, Arena& arena, const std::function<bool(const TensorSpec&)>& trained) {
   Gradients g;
   g.table = tensor_table(config, shard);
-  int64_t sizes[2] = {0, 0};
-  for (const TensorSpec& spec : g.table)
-    if (has_gradient(spec)) sizes[spec.cut == Cut::experts] += room(spec);
-  if (sizes[0] > 0) g.dense = arena.zeros(DType::f32, {sizes[0]}, "gradients.dense");
-  if (sizes[1] > 0) g.experts = arena.zeros(DType::f32, {sizes[1]}, "gradients.experts");
-
-  int64_t filled[2] = {0, 0};
+  const GradientPlaces places = gradient_places(g.table, trained);
+  if (places.dense > 0) g.dense = arena.zeros(DType::f32, {places.dense}, "gradients.dense");
+  if (places.experts > 0) g.experts = arena.zeros(DType::f32, {places.experts}, "gradients.experts");
   visit<TensorView>(config, shard, g.tensors, [&](const TensorSpec& spec, TensorView& view) {
-    if (has_gradient(spec)) {
-      const bool expert = spec.cut == Cut::experts;
-      view = TensorView((expert ? g.experts : g.dense).ptr<float>() + filled[expert], DType::f32, spec.shape);
-      filled[expert] += room(spec);
-    }
+    const int64_t begin = places.begin[static_cast<size_t>(spec.id)];
+    if (begin >= 0) view = TensorView((spec.cut == Cut::experts ? g.experts : g.dense).ptr<float>() + begin, DType::f32, spec.shape);
     g.set.views.push_back(view);
   });
   return g;

@@ -166,6 +166,12 @@ struct Gradients {
   ModelTensors<TensorView> tensors;
   TensorView dense, experts;  // [n] each; empty where nothing is trained
 };
+// Where they lie in the two runs.
+struct GradientPlaces {
+  std::vector<int64_t> begin;         // by id: in its run, in floats; -1: gets none
+  int64_t dense = 0, experts = 0;     // lengths of the runs
+};
+GradientPlaces gradient_places(const std::vector<TensorSpec>& table, const std::function<bool(const TensorSpec&)>& trained);
 Gradients make_gradients(const ModelConfig& config, const Shard& shard, Arena& arena, const std::function<bool(const TensorSpec&)>& trained);
 inline Gradients make_gradients(const ModelConfig& config, Arena& arena, const std::function<bool(const TensorSpec&)>& trained) {
   return make_gradients(config, whole_shard(config), arena, trained);

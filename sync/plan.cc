@@ -1,6 +1,8 @@
 #include "sync/plan.h"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 namespace lockstep {
 
@@ -116,6 +118,45 @@ Status check_plan(const ModelConfig& config, const Placement& from, const Placem
     }
   }
   return Status::ok();
+}
+
+int64_t cut_into_rounds(const SyncPlan& plan, int64_t bucket_bytes, const std::function<void(int64_t, size_t, const Range&)>& f) {
+  struct Queue {
+    std::vector<size_t> copies;
+    size_t next = 0;
+    int64_t rows_done = 0;  // of copies[next]
+  };
+  std::map<std::pair<int, int>, Queue> queues;  // by (to - from) modulo the ranks, then from
+  for (size_t i = 0; i < plan.copies.size(); ++i) {
+    const Copy& copy = plan.copies[i];
+    CHECK(plan.row_bytes(copy) <= bucket_bytes, "a bucket of {} bytes for rows of {}", bucket_bytes, plan.row_bytes(copy));
+    if (!copy.local()) queues[{(copy.to - copy.from + plan.ranks) % plan.ranks, copy.from}].copies.push_back(i);
+  }
+  int64_t round = 0;
+  for (; !queues.empty(); ++round) {
+    std::vector<int64_t> send_room(static_cast<size_t>(plan.ranks), bucket_bytes), receive_room = send_room;
+    for (auto at = queues.begin(); at != queues.end();) {
+      Queue& q = at->second;
+      const int from = at->first.second, to = (from + at->first.first) % plan.ranks;
+      int64_t &out = send_room[static_cast<size_t>(from)], &in = receive_room[static_cast<size_t>(to)];
+      while (q.next < q.copies.size()) {
+        const Copy& copy = plan.copies[q.copies[q.next]];
+        const int64_t row_bytes = plan.row_bytes(copy), left = copy.box.rows.size() - q.rows_done;
+        const int64_t rows = std::min(left, std::min(out, in) / row_bytes);
+        if (rows == 0) break;
+        const int64_t first = copy.box.rows.begin + q.rows_done;
+        f(round, q.copies[q.next], {first, first + rows});
+        out -= rows * row_bytes;
+        in -= rows * row_bytes;
+        q.rows_done += rows;
+        if (rows < left) break;
+        q.rows_done = 0;
+        ++q.next;
+      }
+      at = q.next == q.copies.size() ? queues.erase(at) : std::next(at);
+    }
+  }
+  return round;
 }
 
 CommBytes plan_bytes(const SyncPlan& plan, int rank) {

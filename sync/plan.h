@@ -55,6 +55,11 @@ SyncPlan make_plan(const ModelConfig& config, const Placement& from, const Place
 // Every number of every wanted box of every destination is written exactly once, by a rank that holds it. The error names the tensor.
 Status check_plan(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted, const SyncPlan& plan);
 
+// What travels, cut into rounds in which no rank sends or receives more than `bucket_bytes`. A round fills buckets: every rank first with what goes to
+// the next rank, then to the one behind it, so that in the ideal all send and all receive at once. Calls f(round, place in plan.copies, rows of the
+// tensor) for every piece, round after round, and returns how many rounds there are. REQUIRES: a row of a copy fits into a bucket.
+int64_t cut_into_rounds(const SyncPlan& plan, int64_t bucket_bytes, const std::function<void(int64_t round, size_t copy, const Range& rows)>& f);
+
 // What a rank sends to and receives from others when the plan is carried out.
 CommBytes plan_bytes(const SyncPlan& plan, int rank);
 

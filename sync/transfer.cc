@@ -4,7 +4,6 @@
 #include <bit>
 #include <chrono>
 #include <cstring>
-#include <map>
 
 #include <xxhash.h>
 
@@ -99,8 +98,7 @@ Transfer::Transfer(RankGroup& ranks, const Weights& from, Weights& to, const Pla
   received_.resize(source.shards.size());
 }
 
-// A round fills bucket after bucket: every rank first with what goes to the next rank, then to the one behind it, so that in the ideal all
-// send and all receive at once. All ranks compute the same rounds.
+// All ranks compute the same rounds.
 Transfer::Route Transfer::make_route(const ModelConfig& config, const Placement& source, const Placement& destination,
                                      const WantedTensors& wanted) const {
   Route route{.plan = make_plan(config, source, destination, wanted), .rounds = {}, .local = {}};
@@ -108,61 +106,34 @@ Transfer::Route Transfer::make_route(const ModelConfig& config, const Placement&
   const Status covered = check_plan(config, source, destination, wanted, plan);
   CHECK(covered.is_ok(), "weight update: {}", covered.message());
 
-  const int ranks = plan.ranks, me = ranks_.rank();
-  struct Queue {
-    std::vector<size_t> copies;
-    size_t next = 0;
-    int64_t rows_done = 0;  // of copies[next]
-  };
-  std::map<std::pair<int, int>, Queue> queues;  // by (to - from) modulo the ranks, then from
+  const int me = ranks_.rank();
   for (size_t i = 0; i < plan.copies.size(); ++i) {
     const Copy& copy = plan.copies[i];
-    CHECK(plan.row_bytes(copy) <= bucket_bytes_, "a bucket of {} bytes for rows of {}", bucket_bytes_, plan.row_bytes(copy));
     (copy.local() ? route.local_bytes : route.moved_bytes) += plan.bytes(copy);
-    if (!copy.local()) {
-      queues[{(copy.to - copy.from + ranks) % ranks, copy.from}].copies.push_back(i);
-    } else if (copy.to == me) {
-      route.local.push_back(i);
-    }
+    if (copy.local() && copy.to == me) route.local.push_back(i);
   }
-  while (!queues.empty()) {
-    Round round;
-    round.send_bytes.resize(static_cast<size_t>(ranks));
-    round.receive_bytes.resize(static_cast<size_t>(ranks));
-    std::vector<int64_t> send_room(static_cast<size_t>(ranks), bucket_bytes_), receive_room = send_room;
-    for (auto at = queues.begin(); at != queues.end();) {
-      Queue& q = at->second;
-      const int from = at->first.second, to = (from + at->first.first) % ranks;
-      int64_t &out = send_room[static_cast<size_t>(from)], &in = receive_room[static_cast<size_t>(to)];
-      while (q.next < q.copies.size()) {
-        const Copy& copy = plan.copies[q.copies[q.next]];
-        const int64_t row_bytes = plan.row_bytes(copy), left = copy.box.rows.size() - q.rows_done;
-        const int64_t rows = std::min(left, std::min(out, in) / row_bytes);
-        if (rows == 0) break;
-        const int64_t first = copy.box.rows.begin + q.rows_done, bytes = rows * row_bytes;
-        if (from == me) {
-          round.sends.push_back({q.copies[q.next], {first, first + rows}});
-          round.send_bytes[static_cast<size_t>(to)] += bytes;
-        }
-        if (to == me) {
-          round.receives.push_back({q.copies[q.next], {first, first + rows}});
-          round.receive_bytes[static_cast<size_t>(from)] += bytes;
-        }
-        out -= bytes;
-        in -= bytes;
-        q.rows_done += rows;
-        if (rows < left) break;
-        q.rows_done = 0;
-        ++q.next;
-      }
-      at = q.next == q.copies.size() ? queues.erase(at) : std::next(at);
+  cut_into_rounds(plan, bucket_bytes_, [&](int64_t at, size_t i, const Range& rows) {
+    const auto ranks = static_cast<size_t>(plan.ranks);
+    if (at == static_cast<int64_t>(route.rounds.size()))
+      route.rounds.push_back({.sends = {}, .receives = {}, .send_bytes = std::vector<int64_t>(ranks), .receive_bytes = std::vector<int64_t>(ranks)});
+    Round& round = route.rounds.back();
+    const Copy& copy = plan.copies[i];
+    const int64_t bytes = rows.size() * plan.row_bytes(copy);
+    if (copy.from == me) {
+      round.sends.push_back({i, rows});
+      round.send_bytes[static_cast<size_t>(copy.to)] += bytes;
     }
+    if (copy.to == me) {
+      round.receives.push_back({i, rows});
+      round.receive_bytes[static_cast<size_t>(copy.from)] += bytes;
+    }
+  });
+  for (Round& round : route.rounds) {
     // The exchange has a rank's rows by the other rank.
     std::stable_sort(round.sends.begin(), round.sends.end(),
                      [&](const Piece& a, const Piece& b) { return plan.copies[a.copy].to < plan.copies[b.copy].to; });
     std::stable_sort(round.receives.begin(), round.receives.end(),
                      [&](const Piece& a, const Piece& b) { return plan.copies[a.copy].from < plan.copies[b.copy].from; });
-    route.rounds.push_back(std::move(round));
   }
   return route;
 }

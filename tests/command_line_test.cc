@@ -220,4 +220,31 @@ TEST_F(CommandLine, ATokenizerJsonGoesWithTheWeights) {
   expect(lockstep("train run.toml --set run.dir=other --set model.init=sft --set model.tokenizer=bytes"), 2, "the tokenizer has 259 ids, the model's vocab_size is 258");
 }
 
+TEST_F(CommandLine, Plan) {
+  const std::string flash =
+      "plan --model flash --device mi355x --ranks 16 --tp 1 --pp 4 --ep 4 --rollout-ranks 16 --rollout-ep 8 --rollout-numerics fp8 --microbatch-tokens 5120 ";
+  const Outcome fits = lockstep(flash + "--offload-optimizer");
+  // The worked example of the documentation is what the program says.
+  std::ifstream file(LOCKSTEP_SOURCE_DIR "/docs/plan.md");
+  const std::string document{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_NE(document.find(fits.said), std::string::npos) << fits.said;
+  expect(fits, 0, "flash: 284.332 B parameters, 13.270 B active; draft block 6.610 B, with it 290.942 B");
+  expect(fits, 0, "trainer   16 ranks: tp 1, pp 4, ep 4, dp 4");
+  expect(fits, 0, "\nit fits\n");
+  const Outcome large = lockstep(flash);
+  expect(large, 1, "it does not fit: the trainer needs");
+  expect(large, 1, "its largest owner: masters and moments (");
+  expect(large, 1, "--offload-optimizer takes");
+  expect(large, 1, "suggested trainer: ");
+  expect(lockstep(flash + "--json --offload-optimizer --recompute"), 0, "\"parameters\":284332240471");
+
+  expect(lockstep("plan --device mi355"), 2, "--device mi355: not a known device, did you mean mi355x?");
+  expect(lockstep("plan --model none.json"), 2, "neither flash nor pro");
+  expect(lockstep("plan --model flash --ranks 6 --pp 4"), 2, "trainer: parallel: tp 1 x pp 4 = 4 does not divide the 6 ranks that were started; nearest layouts for 6 ranks:");
+  expect(lockstep("plan --model " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json --device cpu --ranks 4 --tp 4 --prompt-tokens 20 --response-tokens 20"), 2, "suggested trainer: tp 1, pp 1,");
+  expect(lockstep("plan --prompt-tokens 0"), 2, "--prompt-tokens");
+  expect(lockstep("plan --model flash --response-tokens 2000000"), 2, "is longer than the model's 1048576 positions");
+  expect(lockstep("plan " LOCKSTEP_SOURCE_DIR "/configs/example.toml --set model.config=" LOCKSTEP_SOURCE_DIR "/configs/example.config.json --device cpu --ranks 2"), 0, "tp 1, pp 1, ep 1, dp 2");
+}
+
 }  // namespace

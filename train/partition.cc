@@ -18,18 +18,15 @@ Range within(const Piece& piece, const Range& window) {
 
 }  // namespace
 
-CutRun cut_run(const std::vector<TensorSpec>& table, const TensorSet& gradients, ConstTensorView run, int parts) {
-  const int64_t total = run.empty() ? 0 : run.rows();
+CutRun cut_run(const std::vector<TensorSpec>& table, std::span<const int64_t> begins, int64_t total, int parts) {
   struct Placed {
     const TensorSpec* spec;
     int64_t begin, end, columns;  // in the run
   };
   std::vector<Placed> tensors;
   for (const TensorSpec& spec : table) {
-    const TensorView& g = gradients.views[static_cast<size_t>(spec.id)];
-    if (g.empty() || total == 0) continue;
-    const int64_t begin = g.ptr<float>() - run.ptr<float>();
-    if (begin >= 0 && begin < total) tensors.push_back({&spec, begin, begin + spec.shape.elements(), columns_of(spec)});
+    const int64_t begin = begins[static_cast<size_t>(spec.id)];
+    if (begin >= 0) tensors.push_back({&spec, begin, begin + spec.shape.elements(), columns_of(spec)});
   }
 
   // The cut nearest to where equal parts would end.
@@ -58,6 +55,18 @@ CutRun cut_run(const std::vector<TensorSpec>& table, const TensorSet& gradients,
     }
   }
   return cut;
+}
+
+CutRun cut_run(const std::vector<TensorSpec>& table, const TensorSet& gradients, ConstTensorView run, int parts) {
+  const int64_t length = run.empty() ? 0 : run.rows();
+  std::vector<int64_t> begins(table.size(), -1);
+  for (const TensorSpec& spec : table) {
+    const TensorView& g = gradients.views[static_cast<size_t>(spec.id)];
+    if (g.empty() || length == 0) continue;
+    const int64_t begin = g.ptr<float>() - run.ptr<float>();
+    if (begin >= 0 && begin < length) begins[static_cast<size_t>(spec.id)] = begin;
+  }
+  return cut_run(table, begins, length, parts);
 }
 
 bool is_copy(const TensorSpec& spec, int tp_index) { return tp_index > 0 && (spec.cut == Cut::none || spec.cut == Cut::experts); }
@@ -116,7 +125,7 @@ ConstTensorView Partition::gather_master(Context& c, int id, ConstTensorView own
 // In rounds: of each part as many elements of the run, in their weight dtypes, as bytes one behind the other.
 void Partition::share_run(Context& c, Weights& weights, const Run& run) const {
   const int size = run.ranks->size(), me = run.ranks->rank();
-  const int64_t step = std::max<int64_t>(1, kBucketBytes / static_cast<int64_t>(sizeof(float)) / size);
+  const int64_t step = round_elements(size);
   int64_t longest = 0;
   for (const Range& part : run.cut.parts) longest = std::max(longest, part.size());
 

@@ -5,6 +5,7 @@
 // Parts are nearly equal and cut between rows, so that what a rank owns of a tensor is a Box of it: a Piece. Alone, pieces are whole tensors and nothing
 // is copied.
 
+#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -26,6 +27,8 @@ struct CutRun {
   std::vector<Range> parts;                 // of the run; padding belongs to either side
   std::vector<std::vector<Piece>> pieces;  // of each part, in order
 };
+// `begin`: by id, where the tensors lie in a run of `length`; -1: not in it.
+CutRun cut_run(const std::vector<TensorSpec>& table, std::span<const int64_t> begin, int64_t length, int parts);
 CutRun cut_run(const std::vector<TensorSpec>& table, const TensorSet& gradients, ConstTensorView run, int parts);
 
 // Whether a tensor's numbers on this tp index are copies of those on tp index 0. Copies are neither counted nor saved.
@@ -53,6 +56,8 @@ class Partition {
   ConstTensorView gather_master(Context& c, int id, ConstTensorView own) const;
 
   static constexpr int64_t kBucketBytes = int64_t{4} << 20;
+  // Elements of each part that share_rows gives away in a round.
+  static constexpr int64_t round_elements(int ranks) { return std::max<int64_t>(1, kBucketBytes / static_cast<int64_t>(sizeof(float)) / ranks); }
 
  private:
   struct Run {
