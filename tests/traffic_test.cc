@@ -321,6 +321,20 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
     EXPECT_EQ(it->second.bytes.sent, t.bytes.sent) << name;
     EXPECT_EQ(it->second.bytes.received, t.bytes.received) << name;
   }
+  // One row in each layer that goes elsewhere would show.
+  const Shard& shard = run.groups.trainer_shard();
+  if (c.train.ep > 1 && run.groups.train.dp.rank() == 0 && shard.layers.size() > 0) {
+    TrainStepCalls other = calls;
+    std::vector<int64_t>& counts = other.micro_batches[0][0].experts;
+    for (int64_t layer = 0; layer < m.num_layers(); ++layer) {
+      const auto first = counts.begin() + layer * m.num_experts, own = first + shard.experts.begin;
+      const auto row = std::find_if(own, first + shard.experts.end, [](int64_t n) { return n > 0; });
+      if (row != first + shard.experts.end) --*row, ++first[m.num_experts - 1];
+    }
+    EXPECT_GT(train_step_traffic(shape, other, world->rank()).at("expert dispatch").bytes.sent,
+              train_step_traffic(shape, calls, world->rank()).at("expert dispatch").bytes.sent);
+  }
+
   // And what the arenas reached.
   const MemoryByOwner memory = actor_bytes(shape, calls, run.options, world->rank());
   EXPECT_EQ(total_bytes(memory), static_cast<int64_t>(run.actor.high_bytes()));
