@@ -67,6 +67,24 @@ struct ExportArgs {
 };
 int export_command(const ExportArgs& args);
 
+struct ConvertArgs {
+  std::string source;     // checkpoint or run directory
+  std::string directory;  // made
+  std::string layout;     // one of kCheckpointLayouts
+  uint64_t shard_bytes = uint64_t{4} << 30;
+};
+int convert_command(const ConvertArgs& args);
+
+struct SynthArgs {
+  std::string config;     // config.json
+  std::string directory;  // made; empty with headers_only
+  std::string layout = "released-fp4";
+  uint64_t shard_bytes = uint64_t{4} << 30;
+  int64_t seed = 0;
+  bool headers_only = false;  // print the totals, write nothing
+};
+int synth_command(const SynthArgs& args);
+
 struct TokenizeArgs {
   std::string tokenizer;  // file or directory
   bool decode = false;
@@ -82,7 +100,11 @@ struct ChatEncodeArgs {
 int chat_encode_command(const ChatEncodeArgs& args);
 
 int stall_command(const std::string& run_dir);
-int inspect_command(const std::string& path);
+struct InspectArgs {
+  std::string path;
+  bool headers_only = false;  // read no tensor's bytes, so no scales
+};
+int inspect_command(const InspectArgs& args);
 int settings_command();
 
 struct VerifyArgs {

@@ -19,6 +19,7 @@
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/names.h"
+#include "model/checkpoint_layout.h"
 #include "rl/arithmetic.h"
 #include "rl/grader/grader.h"
 
@@ -145,9 +146,10 @@ int run(int argc, char** argv) {
                 "Kinds of problems, separated by commas: add subtract multiply remainder gcd linear max mixed (all)");
   m->callback([&] { exit_code = run_alone("make-task", [&] { return make_task_command(make_task); }); });
 
-  std::string inspected;
+  InspectArgs inspected;
   CLI::App* i = app.add_subcommand("inspect", "What a safetensors file, checkpoint directory or config.json holds");
-  i->add_option("PATH", inspected, "The file or directory")->required();
+  i->add_option("PATH", inspected.path, "The file or directory")->required();
+  i->add_flag("--headers-only", inspected.headers_only, "Leave out the statistics of scales, which are read from the tensors' bytes");
   i->callback([&] { exit_code = inspect_command(inspected); });
 
   ExportArgs exported;
@@ -155,6 +157,31 @@ int run(int argc, char** argv) {
   x->add_option("CHECKPOINT", exported.checkpoint, "Checkpoint or run directory")->required();
   x->add_option("DIR", exported.directory, "Where config.json, model.safetensors and the tokenizer go")->required();
   x->callback([&] { exit_code = run_alone("export", [&] { return export_command(exported); }); });
+
+  const CLI::IsMember layouts(std::vector<std::string>(std::begin(kCheckpointLayouts), std::end(kCheckpointLayouts)));
+  const auto add_shard_size = [](CLI::App* command, uint64_t& bytes) {
+    command->add_option("--shard-size", bytes, "Bytes a file may have, such as 512MB (4GB)")->transform(CLI::AsSizeValue(false))->check(CLI::PositiveNumber);
+  };
+  ConvertArgs converted;
+  CLI::App* k = app.add_subcommand("convert", "Write a checkpoint in another layout, quantised or not, and say what it could not represent");
+  k->add_option("SRC", converted.source, "Checkpoint or run directory, in any layout")->required();
+  k->add_option("DST", converted.directory, "Directory to make; appears whole or not at all")->required();
+  k->add_option("--to", converted.layout, "The layout")->required()->check(layouts);
+  add_shard_size(k, converted.shard_bytes);
+  k->callback([&] { exit_code = convert_command(converted); });
+
+  SynthArgs synth;
+  CLI::App* y = app.add_subcommand("synth", "Write a checkpoint with random weights for any config.json");
+  y->add_option("CONFIG", synth.config, "config.json")->required();
+  CLI::Option* made = y->add_option("DST", synth.directory, "Directory to make");
+  y->add_option("--to", synth.layout, "The layout")->check(layouts)->capture_default_str();
+  y->add_option("--seed", synth.seed, "Of the weights")->capture_default_str();
+  y->add_flag("--headers-only", synth.headers_only, "Print how many tensors and bytes it would have; write nothing")->excludes(made);
+  add_shard_size(y, synth.shard_bytes);
+  y->callback([&] {
+    if (synth.directory.empty() && !synth.headers_only) throw CLI::RequiredError("DST");
+    exit_code = synth_command(synth);
+  });
 
   TokenizeArgs tokenize;
   CLI::App* t = app.add_subcommand("tokenize", "JSON lines with \"text\" to lines with \"ids\", standard input to standard output");

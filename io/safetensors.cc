@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <numeric>
+#include <unordered_set>
 
 #include "io/json.h"
 #include "io/utf8.h"
@@ -128,6 +129,44 @@ Status check_tiling(const std::vector<SafetensorsEntry>& tensors, uint64_t data_
     return errorf("the tensors end at {}, but {} bytes of data follow the header; is the file the one that was written?",
                   covered, data_bytes);
   return Status::ok();
+}
+
+// Sets begin and end, one entry behind the other; returns the bytes of all.
+uint64_t place(std::vector<SafetensorsEntry>* entries) {
+  uint64_t offset = 0;
+  for (SafetensorsEntry& e : *entries) {
+    uint64_t bytes = safetensors_dtype_bytes(e.dtype);
+    CHECK(bytes != 0, "tensor {} has the unknown dtype {}", e.name, e.dtype);
+    for (const int64_t d : e.shape) bytes *= static_cast<uint64_t>(d);
+    e.begin = offset;
+    e.end = offset += bytes;
+  }
+  return offset;
+}
+
+Status write_header(AtomicFile& file, std::span<const SafetensorsEntry> entries, const std::map<std::string, std::string>& metadata) {
+  JsonLine header;
+  if (!metadata.empty()) {
+    JsonLine object;
+    for (const auto& [key, value] : metadata) object.add(key, value);
+    header.add(kMetadataKey, object);
+  }
+  for (const SafetensorsEntry& e : entries) {
+    const int64_t offsets[2] = {static_cast<int64_t>(e.begin), static_cast<int64_t>(e.end)};
+    header.add(e.name, JsonLine()
+                           .add("dtype", e.dtype)
+                           .add("shape", std::span<const int64_t>(e.shape))
+                           .add("data_offsets", std::span<const int64_t>(offsets)));
+  }
+  std::string text = header.str();
+  text.append((kHeaderAlign - text.size() % kHeaderAlign) % kHeaderAlign, ' ');
+  if (text.size() > kMaxHeaderBytes)
+    return errorf("cannot write {}: its header would take {} bytes, over the format's limit of {}", file.path(), text.size(), kMaxHeaderBytes);
+  const uint64_t header_bytes = text.size();
+  char length[kLengthBytes];
+  std::memcpy(length, &header_bytes, kLengthBytes);
+  LOCKSTEP_RETURN_IF_ERROR(file.write({length, kLengthBytes}));
+  return file.write(text);
 }
 
 }  // namespace
@@ -264,36 +303,15 @@ Status SafetensorsWriter::write(const std::string& path) const {
     return dtype_bytes(items_[a].tensor.dtype) > dtype_bytes(items_[b].tensor.dtype);
   });
 
-  JsonLine header;
-  if (!metadata_.empty()) {
-    JsonLine metadata;
-    for (const auto& [key, value] : metadata_) metadata.add(key, value);
-    header.add(kMetadataKey, metadata);
-  }
-  uint64_t offset = 0;
+  std::vector<SafetensorsEntry> entries;
   for (const size_t i : order) {
     const ConstTensorView& t = items_[i].tensor;
-    const std::span<const int64_t> shape(t.shape.dims.data(), static_cast<size_t>(t.shape.rank));
-    const int64_t offsets[2] = {static_cast<int64_t>(offset), static_cast<int64_t>(offset + t.bytes())};
-    header.add(items_[i].name, JsonLine()
-                                   .add("dtype", safetensors_name(t.dtype))
-                                   .add("shape", shape)
-                                   .add("data_offsets", std::span<const int64_t>(offsets)));
-    offset += t.bytes();
+    entries.push_back({.name = items_[i].name, .dtype = std::string(safetensors_name(t.dtype)), .shape = {t.shape.dims.begin(), t.shape.dims.begin() + t.shape.rank}});
   }
-  std::string text = header.str();
-  text.append((kHeaderAlign - text.size() % kHeaderAlign) % kHeaderAlign, ' ');
-  if (text.size() > kMaxHeaderBytes)
-    return errorf("cannot write {}: its header would take {} bytes, over the format's limit of {}", path, text.size(),
-                  kMaxHeaderBytes);
-
+  place(&entries);
   Result<AtomicFile> file = AtomicFile::create(path);
   if (!file) return file.status();
-  const uint64_t header_bytes = text.size();
-  char length[kLengthBytes];
-  std::memcpy(length, &header_bytes, kLengthBytes);
-  LOCKSTEP_RETURN_IF_ERROR(file.value().write({length, kLengthBytes}));
-  LOCKSTEP_RETURN_IF_ERROR(file.value().write(text));
+  LOCKSTEP_RETURN_IF_ERROR(write_header(file.value(), entries, metadata_));
   for (const size_t i : order) {
     const ConstTensorView& t = items_[i].tensor;
     if (t.bytes() == 0) continue;
@@ -308,6 +326,28 @@ Status SafetensorsWriter::write(const std::string& path) const {
           file.value().write({data + static_cast<size_t>(r * t.row_stride) * dtype_bytes(t.dtype), row_bytes}));
   }
   return file.value().commit();
+}
+
+Result<SafetensorsStream> SafetensorsStream::create(const std::string& path, std::vector<SafetensorsEntry> entries,
+                                                    const std::map<std::string, std::string>& metadata) {
+  std::unordered_set<std::string_view> names;
+  for (const SafetensorsEntry& e : entries) CHECK(e.name != kMetadataKey && names.insert(e.name).second, "tensor {} twice, or reserved", e.name);
+  const uint64_t bytes = place(&entries);
+  Result<AtomicFile> file = AtomicFile::create(path);
+  if (!file) return file.status();
+  LOCKSTEP_RETURN_IF_ERROR(write_header(file.value(), entries, metadata));
+  return SafetensorsStream(file.take(), bytes);
+}
+
+Status SafetensorsStream::write(std::span<const uint8_t> bytes) {
+  CHECK(bytes.size() <= missing_, "{}: {} bytes, {} were declared", file_.path(), bytes.size(), missing_);
+  missing_ -= bytes.size();
+  return file_.write({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+}
+
+Status SafetensorsStream::commit() {
+  CHECK(missing_ == 0, "{}: {} bytes were declared and not written", file_.path(), missing_);
+  return file_.commit();
 }
 
 }  // namespace lockstep

@@ -84,4 +84,21 @@ class SafetensorsWriter {
   std::map<std::string, std::string> metadata_;
 };
 
+// Writes a file whose bytes arrive piece by piece: all tensors are declared first, in the order in which they will lie in the file.
+class SafetensorsStream {
+ public:
+  // Name, dtype and shape of each entry count, begin and end are set here. CHECK: a name twice or reserved, an unknown dtype.
+  static Result<SafetensorsStream> create(const std::string& path, std::vector<SafetensorsEntry> entries,
+                                          const std::map<std::string, std::string>& metadata);
+  Status write(std::span<const uint8_t> bytes);
+  // Replaces the path atomically, once it is synced. CHECK: exactly the bytes that were declared were written.
+  Status commit();
+
+ private:
+  SafetensorsStream(AtomicFile file, uint64_t missing) : file_(std::move(file)), missing_(missing) {}
+
+  AtomicFile file_;
+  uint64_t missing_;  // bytes
+};
+
 }  // namespace lockstep

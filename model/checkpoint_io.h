@@ -1,6 +1,6 @@
 #pragma once
-// Checkpoint files <-> master tensors. Accepts unquantised safetensors in the released names, transformers' internal names (experts stacked as
-// gate_up_proj and down_proj), what its save_pretrained writes, and the spellings of V4 spec 4.3; writes released names, experts one by one.
+// Checkpoint files <-> master tensors. Accepts safetensors, quantised or not (model/checkpoint_tensors.h), in the released names, transformers'
+// internal names (experts stacked as gate_up_proj and down_proj), what its save_pretrained writes, and the spellings of V4 spec 4.3.
 
 #include <functional>
 #include <string>
@@ -15,6 +15,9 @@ namespace lockstep {
 // The released spelling of any accepted name ("model.layers.0.self_attn.q_a_proj.weight" -> "layers.0.attn.wq_a.weight"). Names that are
 // not of this model come back without their "model." prefix.
 std::string released_name(std::string_view name);
+// Of which tensor a tensor of this name holds the scales: "layers.0.attn.wq_a.weight" for "layers.0.attn.wq_a.scale", or for what SGLang and
+// transformers call "model.layers.0.self_attn.q_a_proj.weight_scale_inv" (a factor as well, whatever it is called). "": it holds no scales.
+std::string scaled_tensor_name(std::string_view name);
 
 // Which rows of which table tensor one file tensor is. A stacked gate_up_proj is two tensors' rows.
 struct TensorPiece {
@@ -33,16 +36,13 @@ class TensorNames {
   std::vector<std::pair<std::string, int>> sorted_;
 };
 
-// Files of a checkpoint: the path itself when it is a file, the shards of model.safetensors.index.json, or every *.safetensors of a directory.
-Result<std::vector<std::string>> checkpoint_files(const std::string& path);
-
 // Where a model's boxes are read from. Files stay mapped for as long as the source lives, and only what is asked for is read; what headers
 // can tell is checked at once, for the whole model: tensors missing, not of the model or twice, shapes, dtypes, expert ids. Numbers are
 // converted to f32, table ids to i32, and checked as they are read: all finite, ids of experts that exist. Sources may be shared by threads.
 //
-// Of every tensor whose file name starts with `prefix` (which is cut off), F32, BF16 or F64. `path` is what errors call the files together.
+// Of every tensor whose file name starts with `prefix` (which is cut off). `path` is what errors call the files together.
 Result<ReadBox> released_source(const std::string& path, const std::vector<std::string>& files, std::string_view prefix, const ModelConfig& config);
-// Of a directory with a run's masters, written by any number of ranks (model/checkpoint_boxes.h), or of checkpoint_files(path).
+// Of a directory with a run's masters, written by any number of ranks (model/checkpoint_boxes.h), or of the files of model/checkpoint_index.h.
 Result<ReadBox> checkpoint_source(const std::string& path, const ModelConfig& config);
 // masters.views of every held spec, from checkpoint_source.
 Status load_checkpoint(const std::string& path, const ModelConfig& config, const std::vector<TensorSpec>& table, TensorSet& masters);

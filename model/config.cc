@@ -257,6 +257,7 @@ Result<ModelConfig> parse_model_config(std::string_view json, std::string_view o
     r.real("initializer_range", m.initializer_range, false);
     r.integer("bos_token_id", m.bos_id, false);
     r.integer("eos_token_id", m.eos_id, false);
+    r.integer("num_nextn_predict_layers", m.num_drafts, false);
     read_rope(r, m);
     if (num_layers < 1 || num_layers > 4096) {
       r.fail(fmt::format("num_hidden_layers is {}, expected 1 to 4096", num_layers));
@@ -311,6 +312,7 @@ Status check_model_config(const ModelConfig& m, std::string_view origin) {
       {"index_topk", m.index_topk, has_csa ? 1 : 0, kMaxDim},
       {"bos_token_id", m.bos_id, 0, m.vocab_size - 1},
       {"eos_token_id", m.eos_id, 0, m.vocab_size - 1},
+      {"num_nextn_predict_layers", m.num_drafts, 0, 64},
   };
   for (const Range& r : ranges)
     if (r.value < r.low || r.value > r.high) return errorf("{}: {} is {}, expected {} to {}", origin, r.name, r.value, r.low, r.high);
@@ -360,7 +362,22 @@ Status check_model_config(const ModelConfig& m, std::string_view origin) {
   return Status::ok();
 }
 
-std::string model_config_json(const ModelConfig& m) {
+namespace {
+
+bool has_released_spelling(const ModelConfig& m) {
+  bool score_routed = false;
+  for (const LayerConfig& l : m.layers) {
+    if (l.compressed() && l.overlap() != (l.ratio == kReleasedOverlapRatio)) return false;
+    if (l.hash_routed && score_routed) return false;
+    score_routed |= !l.hash_routed;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string model_config_json(const ModelConfig& m, ConfigSpelling spelling) {
+  const bool released = spelling == ConfigSpelling::released && has_released_spelling(m);
   Json o;
   o["model_type"] = "deepseek_v4";
   o["architectures"] = {"DeepseekV4ForCausalLM"};
@@ -394,22 +411,35 @@ std::string model_config_json(const ModelConfig& m) {
   o["compress_rope_theta"] = m.compress_rope_theta;
   Json compress = {{"rope_type", "default"}, {"rope_theta", m.compress_rope_theta}};
   const RopeScaling& s = m.compress_rope_scaling;
-  if (s.factor != 1.0f || s.original_positions != 0)
+  const bool scaled = s.factor != 1.0f || s.original_positions != 0;
+  if (scaled)
     compress = {{"rope_type", "yarn"},           {"rope_theta", m.compress_rope_theta},
                 {"factor", s.factor},            {"original_max_position_embeddings", s.original_positions},
                 {"beta_fast", s.beta_fast},      {"beta_slow", s.beta_slow},
                 {"attention_factor", 1.0}};
-  // transformers takes the rotated share of a head from here, not from qk_rope_head_dim.
-  const double rotated = static_cast<double>(m.rope_dim) / static_cast<double>(m.head_dim);
-  Json main = {{"rope_type", "default"}, {"rope_theta", m.rope_theta}, {"partial_rotary_factor", rotated}};
-  compress["partial_rotary_factor"] = rotated;
-  o["partial_rotary_factor"] = rotated;
-  o["rope_parameters"] = {{"main", main}, {"compress", compress}};
+  if (released) {
+    if (scaled)
+      o["rope_scaling"] = {{"type", "yarn"},
+                           {"factor", s.factor},
+                           {"original_max_position_embeddings", s.original_positions},
+                           {"beta_fast", s.beta_fast},
+                           {"beta_slow", s.beta_slow}};
+    o["topk_method"] = "noaux_tc";
+    o["norm_topk_prob"] = true;
+  } else {
+    // transformers takes the rotated share of a head from here, not from qk_rope_head_dim.
+    const double rotated = static_cast<double>(m.rope_dim) / static_cast<double>(m.head_dim);
+    Json main = {{"rope_type", "default"}, {"rope_theta", m.rope_theta}, {"partial_rotary_factor", rotated}};
+    compress["partial_rotary_factor"] = rotated;
+    o["partial_rotary_factor"] = rotated;
+    o["rope_parameters"] = {{"main", main}, {"compress", compress}};
+  }
   o["max_position_embeddings"] = m.max_positions;
   o["initializer_range"] = m.initializer_range;
   o["bos_token_id"] = m.bos_id;
   o["eos_token_id"] = m.eos_id;
   o["tie_word_embeddings"] = false;
+  if (m.num_drafts > 0) o["num_nextn_predict_layers"] = m.num_drafts;
   // In transformers' spelling all layers of one kind share a rate; a config with more rates came from the released spelling and goes back to it.
   bool one_rate = true;
   int64_t hca_rate = 0, num_hash = 0;
@@ -419,7 +449,7 @@ std::string model_config_json(const ModelConfig& m) {
     one_rate &= hca_rate == 0 || hca_rate == l.ratio;
     hca_rate = l.ratio;
   }
-  if (one_rate) {
+  if (one_rate && !released) {
     Json types = Json::array(), mlp = Json::array();
     Json rates = {{kCsaName, kReleasedOverlapRatio}, {kHcaName, 128}};
     for (const LayerConfig& l : m.layers) {
@@ -433,6 +463,7 @@ std::string model_config_json(const ModelConfig& m) {
   } else {
     Json ratios = Json::array();
     for (const LayerConfig& l : m.layers) ratios.push_back(l.ratio);
+    for (int64_t i = 0; i < m.num_drafts; ++i) ratios.push_back(0);
     o["compress_ratios"] = ratios;
     o["num_hash_layers"] = num_hash;
   }

@@ -57,6 +57,7 @@ struct ModelConfig {
   float initializer_range = 0.02f;
   int32_t bos_id = 0;
   int32_t eos_id = 1;
+  int64_t num_drafts = 0;        // multi-token prediction blocks behind the last layer: carried between checkpoints, not run
   std::vector<LayerConfig> layers;
 
   bool operator==(const ModelConfig&) const = default;
@@ -74,7 +75,9 @@ Result<ModelConfig> parse_model_config(std::string_view json, std::string_view o
 Result<ModelConfig> load_model_config(const std::string& path);
 // Everything that must hold between the fields; parse_model_config ends with it.
 Status check_model_config(const ModelConfig& config, std::string_view origin);
-// transformers' spelling (layer_types and so on), which parse_model_config and transformers read back to the same config.
-std::string model_config_json(const ModelConfig& config);
+// JSON that parse_model_config reads back to the same config. transformers reads both spellings; other engines know the released one, which
+// has no words for a csa ratio other than 4, an hca ratio of 4 and hash-routed layers behind others: such a config comes in transformers'.
+enum class ConfigSpelling : uint8_t { transformers, released };
+std::string model_config_json(const ModelConfig& config, ConfigSpelling spelling = ConfigSpelling::transformers);
 
 }  // namespace lockstep
