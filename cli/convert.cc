@@ -46,6 +46,7 @@ void print_report(const std::string& directory, const std::string& layout, const
 
 int write(const std::string& directory, Result<WriteSource> source, const std::string& layout, uint64_t shard_bytes) {
   if (!source) return fail(kExitBadInput, source.status());
+  if (const Status s = check_new_directory(directory); !s) return fail(kExitBadInput, s);
   CpuContext context(static_cast<int>(std::max(1u, std::thread::hardware_concurrency())));
   const Result<WriteReport> report = write_checkpoint(context, directory, source.value(), make_options(layout, shard_bytes));
   if (!report) return fail(kExitFailure, report.status());
@@ -72,7 +73,8 @@ int synth_command(const SynthArgs& args) {
   if (!args.headers_only) return write(args.directory, std::move(source), args.layout, args.shard_bytes);
   if (!source) return fail(kExitBadInput, source.status());
   const WriteReport report = plan_checkpoint(source.value().config, make_options(args.layout, args.shard_bytes));
-  fmt::print("{}: {}, {} tensors in {} files, {} bytes\n", args.config, args.layout, report.tensors, report.shards, report.bytes);
+  fmt::print("{}: {}, {} tensors in {} {}, {} bytes\n", args.config, args.layout, report.tensors, report.shards,
+             report.shards == 1 ? "file" : "files", report.bytes);
   for (size_t i = 0; i < std::size(report.by_storage); ++i)
     if (const StorageReport& r = report.by_storage[i]; r.tensors > 0)
       fmt::print("  {:<5} {} tensors, {} numbers\n", storage_name(static_cast<Storage>(i)), r.tensors, r.elements);

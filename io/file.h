@@ -56,6 +56,9 @@ class MappedFile {
   size_t size() const { return size_; }
   std::string_view bytes() const { return {data_, size_}; }
 
+  // Gives back the memory of the pages that lie wholly in these bytes of the file. They are read from it again when they are looked at again.
+  void release(std::string_view bytes) const;
+
  private:
   MappedFile(std::string path, const char* data, size_t size) : path_(std::move(path)), data_(data), size_(size) {}
 

@@ -64,6 +64,20 @@ TEST(File, MappingShowsTheBytesAndMoves) {
   EXPECT_EQ(n.bytes(), "");
 }
 
+TEST(File, ReleasedBytesAreReadAgain) {
+  TemporaryDirectory d;
+  std::string text(100000, '.');
+  for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 7 % 251);
+  put(d.file("a"), text);
+  Result<MappedFile> a = MappedFile::open(d.file("a"));
+  ASSERT_TRUE(succeeds(a));
+  for (const auto& [from, count] : {std::pair<size_t, size_t>{0, 100000}, {5000, 3}, {4095, 4098}, {100000, 0}}) {
+    EXPECT_EQ(a.value().bytes(), text);
+    a.value().release(a.value().bytes().substr(from, count));
+    EXPECT_EQ(a.value().bytes(), text);
+  }
+}
+
 TEST(File, MappingKeepsTheOldFileAfterReplacement) {
   TemporaryDirectory d;
   put(d.file("a"), "old");

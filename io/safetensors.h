@@ -45,6 +45,11 @@ class SafetensorsFile {
 
   // The tensor's bytes as stored, whatever its dtype.
   std::span<const uint8_t> bytes(const SafetensorsEntry& entry) const;
+  // For readers who pass over more than fits in memory: the tensor's bytes have been read (MappedFile::release).
+  void release(const SafetensorsEntry& entry) const {
+    const std::span<const uint8_t> b = bytes(entry);
+    file_.release({reinterpret_cast<const char*>(b.data()), b.size()});
+  }
 
   // A view into the mapping: F32, BF16, F64, I32, I64, U8, F8_E4M3, F8_E5M2, F8_E8M0 (ue8m0) and I8 (e2m1x2, two FP4 numbers
   // a byte, as released checkpoints have it), up to 4 dimensions ([] is seen as [1]). The format promises no alignment; where the data is not aligned for its dtype, this is an error that says so: use copy_to().

@@ -127,8 +127,8 @@ class TensorCopier {
   Status copy(const FileTensor& t, SafetensorsStream& out) {
     StorageReport& r = report_.by_storage[static_cast<size_t>(t.storage)];
     const StorageReport before = r;
-    const StoredTensor* stored = source_.tensors == nullptr ? nullptr : source_.tensors->stored(t.id, t.expert);
-    if (stored != nullptr && !stored->quantised()) stored = nullptr;
+    const StoredTensor* file = source_.tensors == nullptr ? nullptr : source_.tensors->stored(t.id, t.expert);
+    const StoredTensor* stored = file != nullptr && file->quantised() ? file : nullptr;
     const int64_t rows = t.box.rows.size(), columns = t.box.columns.size();
     ++r.tensors;
     r.elements += rows * columns;
@@ -154,6 +154,7 @@ class TensorCopier {
     }
     if (!is_quantised(t.storage) && r.inexact_elements > before.inexact_elements) ++r.inexact_blocks;
     r.inexact_tensors += r.inexact_elements > before.inexact_elements;
+    if (file != nullptr) file->file->release(*file->entry);
     return out.write(scales_);
   }
 
@@ -343,10 +344,15 @@ WriteReport plan_checkpoint(const ModelConfig& config, const WriteOptions& optio
   return report;
 }
 
-Result<WriteReport> write_checkpoint(Context& c, const std::string& directory, const WriteSource& source, const WriteOptions& options) {
+Status check_new_directory(const std::string& directory) {
   std::error_code error;
-  if (fs::exists(directory, error) && !fs::is_empty(directory, error))
-    return errorf("{} exists and is not empty; name another directory", directory);
+  if (!fs::exists(fs::symlink_status(directory, error))) return Status::ok();
+  if (!fs::is_directory(directory, error)) return errorf("{} exists and is no directory; name another", directory);
+  return fs::is_empty(directory, error) ? Status::ok() : errorf("{} exists and is not empty; name another directory", directory);
+}
+
+Result<WriteReport> write_checkpoint(Context& c, const std::string& directory, const WriteSource& source, const WriteOptions& options) {
+  LOCKSTEP_RETURN_IF_ERROR(check_new_directory(directory));
   std::string target = directory;
   while (target.size() > 1 && target.ends_with('/')) target.pop_back();
   const std::string temporary = fmt::format("{}.tmp-{}-0", target, ::getpid());
@@ -356,6 +362,7 @@ Result<WriteReport> write_checkpoint(Context& c, const std::string& directory, c
   if (status) status = sync_directory(temporary);
   if (status && ::rename(temporary.c_str(), target.c_str()) != 0) status = errno_status("cannot create", directory, errno);
   if (!status) {
+    std::error_code error;  // what went wrong first is what is told
     fs::remove_all(temporary, error);
     return status;
   }

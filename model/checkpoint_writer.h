@@ -1,7 +1,7 @@
 #pragma once
 // Writes whole checkpoints in any layout of model/checkpoint_layout.h, from anything that gives boxes: shards of bounded size with an index,
-// config.json, and the tokenizer's files of the source. Tensors pass one after the other in strips of rows, so memory stays at a few tens of
-// MB whatever the model's size. Every number that is stored is read back and compared: what the layout cannot represent is counted.
+// config.json, and the tokenizer's files of the source. Tensors pass one after the other in strips of rows, so memory stays at some strips and
+// the mapped pages of one tensor, whatever the model's size. Every number that is stored is read back and compared: what the layout cannot represent is counted.
 
 #include <cstdint>
 #include <functional>
@@ -49,8 +49,10 @@ struct WriteReport {
 // Tensors and bytes alone, without reading anything. shards counts files.
 WriteReport plan_checkpoint(const ModelConfig& config, const WriteOptions& options);
 
-// `directory` appears whole or not at all: everything is written and synced under a temporary name beside it first. It must not exist, or
-// be empty. A failure leaves nothing behind.
+// Ok if write_checkpoint may make it: it does not exist, or is an empty directory.
+Status check_new_directory(const std::string& directory);
+// `directory` appears whole or not at all: everything is written and synced under a temporary name beside it first. A
+// failure leaves nothing behind.
 Result<WriteReport> write_checkpoint(Context& c, const std::string& directory, const WriteSource& source, const WriteOptions& options);
 
 }  // namespace lockstep

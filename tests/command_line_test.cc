@@ -106,6 +106,29 @@ TEST_F(CommandLine, DamagedWeightsAnswerNothing) {
   EXPECT_FALSE(fs::exists(path("out")));
 }
 
+TEST_F(CommandLine, CheckpointsInReleasedLayouts) {
+  prepare();
+  fs::create_directories(path("model"));
+  fs::copy(LOCKSTEP_SOURCE_DIR "/configs/demo.config.json", path("model/config.json"));
+  fs::copy(path("data/tokenizer_lockstep.json"), path("model/tokenizer_lockstep.json"));
+  expect(lockstep("synth model/config.json --headers-only"), 0, "released-fp4, 340 tensors in 1 file, 625446 bytes");
+  expect(lockstep("synth model/config.json"), 2, "DST is required");
+  expect(lockstep("synth model/config.json fp4 --shard-size 200KB"), 0, "fp4: released-fp4, 340 tensors in 4 files, 625446 bytes");
+  expect(lockstep("inspect fp4"), 0, "routed experts         I8 x F8_E8M0");
+  expect(lockstep("inspect fp4 --headers-only"), 0, "every tensor of the model is there, and nothing else");
+  expect(lockstep("generate fp4 1+1: --set eval.max_new_tokens=2"), 0, "");
+  expect(lockstep("convert fp4 fp8 --to released-fp8"), 0, "all as in the source (34 tensors copied byte for byte)");
+  expect(lockstep("convert fp4 fp8 --to released-fp8"), 2, "fp8 exists and is not empty");
+  expect(lockstep("convert fp4 other --to fp5"), 2, "fp5 not in");
+  expect(lockstep("convert nowhere other --to bf16"), 2, "nowhere: there is no such checkpoint or run");
+  // The same numbers by another way: the same samples.
+  expect(lockstep("convert fp8/ bf16/ --to transformers-bf16"), 0, "bf16/: transformers-bf16, ");
+  EXPECT_EQ(lockstep("generate bf16 1+1: --json").said, lockstep("generate fp4 1+1: --json").said);
+  fs::resize_file(path("fp4/model-00002-of-00004.safetensors"), 100);
+  for (const char* command : {"generate fp4 1+1:", "inspect fp4", "convert fp4 other --to bf16"}) expect(lockstep(command), 2, "fp4/model-00002-of-00004.safetensors: ");
+  EXPECT_FALSE(fs::exists(path("other")));
+}
+
 TEST_F(CommandLine, Grade) {
   std::ofstream(path("rows.jsonl")) << R"({"id":5,"response":"so \\boxed{\\frac{1}{2}}","label":0.50})" << "\n\n" << "nonsense\n"
                                     << R"({"id":"b","response":"\\boxed{3}","label":"4"})" << "\n" << R"({"response":3,"label":"4"})";
