@@ -243,7 +243,7 @@ Status BoxFiles::check(std::span<const WholeTensor> wanted) const {
   }
   if (impl_->tensors.size() == wanted.size()) return Status::ok();
   for (const auto& [name, parts] : impl_->tensors)
-    if (std::none_of(wanted.begin(), wanted.end(), [&](const WholeTensor& w) { return w.name == name; }))
+    if (std::none_of(wanted.begin(), wanted.end(), [&name = name](const WholeTensor& w) { return w.name == name; }))
       return errorf("{}: tensor {} is not one of this config", impl_->files[parts.front().file].path(), name);
   return Status::ok();
 }
