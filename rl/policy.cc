@@ -12,6 +12,7 @@
 #include <xxhash.h>
 
 #include "io/file.h"
+#include "io/run_dir.h"
 #include "model/checkpoint_io.h"
 #include "model/state.h"
 #include "rl/checkpoint.h"
@@ -295,6 +296,38 @@ Status Policy::load(const std::string& directory) {
   if (config.value() != config_)
     return errorf("{}/{}: the checkpoint's model is not the one that the run describes", directory, kConfigFile);
   return actor_->load(directory);
+}
+
+Status Policy::load_beside(const std::string& checkpoint) {
+  CHECK(actor_ == nullptr && engine_ != nullptr, "weights are replaced under a policy that trains");
+  std::string directory = checkpoint;
+  if (is_directory(checkpoint + "/checkpoints")) {
+    Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(checkpoint);
+    if (!newest) return newest.status();
+    if (!newest.value()) return errorf("{}: the run has no complete checkpoint yet", checkpoint);
+    directory = newest.value()->path;
+  }
+  if (!is_directory(directory)) return errorf("{}: there is no such checkpoint directory", directory);
+  LOCKSTEP_RETURN_IF_ERROR(check_checkpoint(directory));
+  const Result<ModelConfig> config = load_model_config(directory + "/" + kConfigFile);
+  if (!config) return config.status();
+  if (config.value() != config_) return errorf("{}/{}: the checkpoint's model is not the one that is served", directory, kConfigFile);
+  LOCKSTEP_RETURN_IF_ERROR(check_trained_tokenizer({.config = "", .init = directory, .tokenizer = "the one that is served"}, *tokenizer_));
+  const Result<ReadBox> source = checkpoint_source(directory, config_);
+  if (!source) return source.status();
+  if (spare_ == nullptr) {
+    if (spare_arena_ == nullptr) spare_arena_ = std::make_unique<Arena>("weights beside", kArenaReserve);
+    spare_context_ = std::make_unique<CpuContext>(1);
+    spare_ = std::make_unique<Weights>(config_, weights_->numerics(), weights_->shard(), *spare_arena_);
+  }
+  return spare_->load(*spare_context_, source.value(), weights_->version() + 1);
+}
+
+void Policy::adopt() {
+  CHECK(spare_ != nullptr && spare_->version() == weights_->version() + 1, "nothing was loaded beside version {}", weights_->version());
+  CHECK(engine_->load().running == 0, "{} samples hold state of version {}", engine_->load().running, weights_->version());
+  std::swap(weights_, spare_);
+  model_.weights = weights_.get();
 }
 
 Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, const PolicyOptions& options,

@@ -64,6 +64,12 @@ class Policy {
   Result<std::optional<SyncReceipt>> publish();
   Result<std::optional<SyncReceipt>> sync();
 
+  // Weights of the same model and tokenizer, from a checkpoint directory or a run's newest, into storage beside the sampler's, which goes on being read
+  // meanwhile by whoever samples: on a thread of the caller's, one at a time. An error changes nothing that is in use. Not for a policy that trains.
+  Status load_beside(const std::string& checkpoint);
+  // What load_beside() read becomes what the engine reads, one version up. REQUIRES: load_beside() succeeded, and no sample holds state (Engine::load).
+  void adopt();
+
   // Bytes that memory has reached, for the start and end lines.
   std::string memory_report();
 
@@ -82,6 +88,9 @@ class Policy {
   std::unique_ptr<Arena> weights_arena_, rope_arena_, state_arena_;
   std::unique_ptr<Weights> weights_;          // the actor's, or the only ones
   std::unique_ptr<Weights> sampler_weights_;  // null: the same
+  std::unique_ptr<Arena> spare_arena_;
+  std::unique_ptr<CpuContext> spare_context_;
+  std::unique_ptr<Weights> spare_;  // that load_beside() fills
   std::unique_ptr<Transfer> transfer_;
   Model model_;
   std::unique_ptr<Engine> engine_;

@@ -40,6 +40,7 @@ int64_t page_count(const EngineOptions& o, int64_t page_tokens) {
 struct Engine::Impl {
   struct Active {
     Request request;
+    std::vector<int32_t> tokens;        // prompt and log
     int32_t started = 0, finished = 0;  // samples
   };
   struct Running {
@@ -50,31 +51,38 @@ struct Engine::Impl {
   Impl(Context& c, const Model& model, const EngineOptions& options, Arena& arena)
       : c(c), model(model), config(model.weights->config()), options(options), page_tokens(default_page_tokens(config)),
         num_pages(page_count(options, page_tokens)),
-        pages(options.max_running + 1, num_pages, page_tokens, options.max_context),
-        scheduler(pages, options.max_running, options.max_batch_tokens),
-        state(config, model.weights->numerics(), options.max_running + 1, num_pages, page_tokens, arena),
+        pages(options.max_running + 1 + options.cache_slots, num_pages, page_tokens, options.max_context),
+        scheduler(pages, options.max_running, options.max_batch_tokens, options.cache_slots),
+        state(config, model.weights->numerics(), options.max_running + 1 + options.cache_slots, num_pages, page_tokens, arena),
         builder(config, page_tokens),
         kept_hidden(arena.tensor(model.weights->dtype(), {1, config.hidden_size}, "engine.kept_hidden")) {
     CHECK(options.max_context <= config.max_positions && options.max_context <= model.rope.window.rows(),
           "a context of {} for a model of {} positions with rotations for {}", options.max_context, config.max_positions,
           model.rope.window.rows());
     const size_t sequences = static_cast<size_t>(options.max_running + 1);
-    running.resize(sequences);
+    running.resize(static_cast<size_t>(pages.num_slots()));
     rows.reserve(sequences);
     params.reserve(sequences);
+    drawn.reserve(sequences);
   }
 
-  Status submit(Request request);
+  Status check(const Request& request) const;
+  void add(Request request);
   bool step();
   void abort_all();
+  bool abort(uint64_t tag);
+  bool stop(uint64_t tag, int32_t sample_idx);
+  void retract_all();
 
   bool has_peers() const { return model.ep != nullptr && model.ep->size() > 1; }
   static Completion new_completion(const Active& active, int32_t sample) {
     Completion completion;
+    completion.tag = active.request.tag;
     completion.prompt_id = active.request.prompt_id;
     completion.sample_idx = active.request.first_sample + sample;
     return completion;
   }
+  void abort_unstarted(const Active& active);
   TensorView run_forward(const Plan& plan);
   void start(const PlannedDraw& draw);
   SampleParams sample_params(const Running& r) const;
@@ -97,6 +105,7 @@ struct Engine::Impl {
   int64_t state_version = -1;  // of the weights that wrote the state in use
   std::vector<Running> running;  // by slot
   std::vector<Completion> done;
+  std::vector<Drawn> drawn;  // by the last step
   EngineStats stats;
 
   // Kept for their capacity.
@@ -104,7 +113,7 @@ struct Engine::Impl {
   std::vector<SampleParams> params;
 };
 
-Status Engine::Impl::submit(Request request) {
+Status Engine::Impl::check(const Request& request) const {
   const SamplingOptions& s = request.sampling;
   const int64_t prompt_tokens = static_cast<int64_t>(request.prompt.size());
   const auto in_vocabulary = [&](int32_t id) { return id >= 0 && id < config.vocab_size; };
@@ -135,12 +144,32 @@ Status Engine::Impl::submit(Request request) {
   if (s.min_new_tokens > 0 && s.stop_ids.size() > 1)
     return errorf("prompt {}: min_new_tokens {} with {} stop ids; at most one can be held back", request.prompt_id,
                   s.min_new_tokens, s.stop_ids.size());
-
-  const int64_t id = next_request++;
-  scheduler.submit(
-      {.request = id, .prompt_tokens = prompt_tokens, .max_new_tokens = s.max_new_tokens, .num_samples = request.num_samples});
-  requests.emplace(id, Active{.request = std::move(request)});
+  const TokenLog& log = request.log;
+  if (log.tokens.empty()) return Status::ok();
+  if (request.num_samples != 1 || log.logprobs.size() != log.tokens.size() || log.versions.size() != log.tokens.size() ||
+      static_cast<int64_t>(log.tokens.size()) >= s.max_new_tokens)
+    return errorf("prompt {}: a log of {} tokens, {} log-probs and {} versions for {} samples of {} tokens; wanted as many of each, one sample, and a "
+                  "token left to draw",
+                  request.prompt_id, log.tokens.size(), log.logprobs.size(), log.versions.size(), request.num_samples, s.max_new_tokens);
+  for (const int32_t id : log.tokens)
+    if (!in_vocabulary(id) || std::find(s.stop_ids.begin(), s.stop_ids.end(), id) != s.stop_ids.end())
+      return errorf("prompt {}: token {} of the log is a stop id or outside the vocabulary of {}", request.prompt_id, id, config.vocab_size);
   return Status::ok();
+}
+
+// REQUIRES: check(request).
+void Engine::Impl::add(Request request) {
+  const int64_t id = next_request++;
+  Active& active = requests.emplace(id, Active{.request = std::move(request), .tokens = {}}).first->second;
+  const Request& r = active.request;
+  active.tokens = r.prompt;
+  active.tokens.insert(active.tokens.end(), r.log.tokens.begin(), r.log.tokens.end());
+  Work work{.request = id,
+            .prompt_tokens = static_cast<int64_t>(active.tokens.size()),
+            .max_new_tokens = r.sampling.max_new_tokens - static_cast<int64_t>(r.log.tokens.size()),
+            .num_samples = r.num_samples};
+  if (options.cache_slots > 0) work.prompt = active.tokens;
+  scheduler.submit(work);
 }
 
 // Runs the plan's rows and returns the hidden row of every draw, [draws, D].
@@ -149,7 +178,7 @@ TensorView Engine::Impl::run_forward(const Plan& plan) {
   for (const PlannedRows& r : plan.rows) {
     std::span<const int32_t> tokens;
     if (r.prompt) {
-      tokens = std::span(requests.at(r.request).request.prompt)
+      tokens = std::span(requests.at(r.request).tokens)
                    .subspan(static_cast<size_t>(r.first_position), static_cast<size_t>(r.count));
       stats.prefill_tokens += r.count;
     } else {
@@ -164,7 +193,10 @@ TensorView Engine::Impl::run_forward(const Plan& plan) {
   TensorView drawn = c.workspace->tensor(kept_hidden.dtype, {num_draws, config.hidden_size}, "engine.drawn");
   TensorView hidden;
   ArenaScope scope(*c.workspace);
+  for (const SlotCopy& copy : plan.restores) state.copy_slot(copy.to, copy.from);
   if (!rows.empty() || has_peers()) hidden = forward(c, model, builder.build(*c.workspace, rows, WantedRows::last_of_each), state, nullptr);
+
+  for (const SlotCopy& copy : plan.saves) state.copy_slot(copy.to, copy.from);
 
   // Samples that start on the same prompt draw from equal copies of its row. The kept row is read before it is replaced.
   const size_t row_bytes = kept_hidden.bytes();
@@ -181,7 +213,7 @@ void Engine::Impl::start(const PlannedDraw& draw) {
   if (draw.copy_from >= 0) {
     state.copy_slot(draw.slot, draw.copy_from);
     if (draw.page.to >= 0) state.copy_page(draw.page.to, draw.page.from);
-    stats.shared_prompt_tokens += static_cast<int64_t>(active.request.prompt.size());
+    stats.shared_prompt_tokens += static_cast<int64_t>(active.tokens.size());
   }
   ++active.started;
   Running& r = running[static_cast<size_t>(draw.slot)];
@@ -191,6 +223,10 @@ void Engine::Impl::start(const PlannedDraw& draw) {
   r.completion.tokens.reserve(most);
   r.completion.logprobs.reserve(most);
   r.completion.versions.reserve(most);
+  const TokenLog& log = active.request.log;
+  r.completion.tokens.insert(r.completion.tokens.end(), log.tokens.begin(), log.tokens.end());
+  r.completion.logprobs.insert(r.completion.logprobs.end(), log.logprobs.begin(), log.logprobs.end());
+  r.completion.versions.insert(r.completion.versions.end(), log.versions.begin(), log.versions.end());
 }
 
 SampleParams Engine::Impl::sample_params(const Running& r) const {
@@ -225,6 +261,7 @@ void Engine::Impl::append(int32_t slot, int32_t token, float logprob) {
   r.completion.tokens.push_back(token);
   r.completion.logprobs.push_back(logprob);
   r.completion.versions.push_back(static_cast<int32_t>(state_version));
+  drawn.push_back({.tag = r.completion.tag, .sample_idx = r.completion.sample_idx, .token = token, .logprob = logprob, .version = r.completion.versions.back()});
   ++stats.decode_tokens;
   const bool stop = std::find(s.stop_ids.begin(), s.stop_ids.end(), token) != s.stop_ids.end();
   if (!stop && static_cast<int64_t>(r.completion.tokens.size()) < s.max_new_tokens) return;
@@ -233,6 +270,7 @@ void Engine::Impl::append(int32_t slot, int32_t token, float logprob) {
 }
 
 bool Engine::Impl::step() {
+  drawn.clear();
   if (has_peers() && !model.ep->any(!scheduler.idle(), "engine step")) return false;
   if (scheduler.idle()) {
     if (!has_peers()) return false;
@@ -244,8 +282,11 @@ bool Engine::Impl::step() {
     return true;
   }
   const int64_t version = model.weights->version();
-  if (pages.free_slots() == pages.num_slots()) state_version = version;
-  CHECK(version == state_version, "weights went from version {} to {} while samples were running", state_version, version);
+  if (version != state_version) {
+    CHECK(scheduler.holds_nothing(), "weights went from version {} to {} while samples were running", state_version, version);
+    scheduler.forget_prefixes();
+    state_version = version;
+  }
 
   const Plan& plan = scheduler.next();
   const int64_t num_draws = static_cast<int64_t>(plan.draws.size());
@@ -273,31 +314,108 @@ bool Engine::Impl::step() {
     if (active->second.finished == active->second.request.num_samples) requests.erase(active);
   }
   stats.sample_seconds += seconds_since(sample_start);
+  stats.cached_prompt_tokens = scheduler.cached_tokens();
   ++stats.steps;
   return true;
+}
+
+void Engine::Impl::abort_unstarted(const Active& active) {
+  for (int32_t s = active.started; s < active.request.num_samples; ++s) {
+    done.push_back(new_completion(active, s));
+    Completion& c = done.back();
+    c.tokens = active.request.log.tokens;
+    c.logprobs = active.request.log.logprobs;
+    c.versions = active.request.log.versions;
+    c.reason = FinishReason::abort;
+    ++stats.finished;
+  }
 }
 
 void Engine::Impl::abort_all() {
   for (Running& r : running)
     if (r.active != nullptr) finish(r, FinishReason::abort);
-  for (const auto& [id, active] : requests)
-    for (int32_t s = active.started; s < active.request.num_samples; ++s) {
-      done.push_back(new_completion(active, s));
-      done.back().reason = FinishReason::abort;
-      ++stats.finished;
-    }
+  for (const auto& [id, active] : requests) abort_unstarted(active);
   requests.clear();
   scheduler.clear();
+}
+
+bool Engine::Impl::abort(uint64_t tag) {
+  bool found = false;
+  for (auto i = requests.begin(); i != requests.end();) {
+    if (i->second.request.tag != tag) {
+      ++i;
+      continue;
+    }
+    found = true;
+    for (Running& r : running)
+      if (r.active == &i->second) finish(r, FinishReason::abort);
+    abort_unstarted(i->second);
+    scheduler.abort(i->first);
+    i = requests.erase(i);
+  }
+  return found;
+}
+
+bool Engine::Impl::stop(uint64_t tag, int32_t sample_idx) {
+  const auto r = std::find_if(running.begin(), running.end(), [&](const Running& x) {
+    return x.active != nullptr && x.completion.tag == tag && x.completion.sample_idx == sample_idx;
+  });
+  if (r == running.end()) return false;
+  Active& active = *r->active;
+  finish(*r, FinishReason::stop);
+  scheduler.finish(static_cast<int32_t>(r - running.begin()));
+  if (active.finished == active.request.num_samples)
+    requests.erase(std::find_if(requests.begin(), requests.end(), [&](const auto& x) { return &x.second == &active; }));
+  return true;
+}
+
+void Engine::Impl::retract_all() {
+  scheduler.clear();
+  std::map<int64_t, Active> before = std::exchange(requests, {});
+  // Of one request, started samples continue each on its own; the rest stays together.
+  for (auto& [id, active] : before) {
+    for (Running& r : running) {
+      if (r.active != &active) continue;
+      Request one = active.request;
+      one.first_sample = r.completion.sample_idx;
+      one.num_samples = 1;
+      one.log = {.tokens = std::move(r.completion.tokens), .logprobs = std::move(r.completion.logprobs), .versions = std::move(r.completion.versions)};
+      r = Running();
+      add(std::move(one));
+    }
+    active.request.first_sample += active.started;
+    active.request.num_samples -= active.started;
+    if (active.request.num_samples > 0) add(std::move(active.request));
+  }
 }
 
 Engine::Engine(Context& c, const Model& model, const EngineOptions& options, Arena& arena)
     : impl_(std::make_unique<Impl>(c, model, options, arena)) {}
 Engine::~Engine() = default;
-Status Engine::submit(Request request) { return impl_->submit(std::move(request)); }
+Status Engine::submit(Request request) {
+  LOCKSTEP_RETURN_IF_ERROR(check(request));
+  impl_->add(std::move(request));
+  return Status::ok();
+}
+Status Engine::check(const Request& request) const { return impl_->check(request); }
 bool Engine::step() { return impl_->step(); }
 bool Engine::idle() const { return impl_->scheduler.idle(); }
 std::vector<Completion> Engine::take_finished() { return std::exchange(impl_->done, {}); }
+std::span<const Drawn> Engine::drawn() const { return impl_->drawn; }
 void Engine::abort_all() { impl_->abort_all(); }
+bool Engine::abort(uint64_t tag) { return impl_->abort(tag); }
+bool Engine::stop(uint64_t tag, int32_t sample_idx) { return impl_->stop(tag, sample_idx); }
+void Engine::retract_all() { impl_->retract_all(); }
+void Engine::flush_cache() { impl_->scheduler.forget_prefixes(); }
+EngineLoad Engine::load() const {
+  const Impl& e = *impl_;
+  return {.running = e.scheduler.num_admitted(),
+          .waiting = e.scheduler.num_waiting(),
+          .free_slots = e.pages.free_slots(),
+          .free_pages = e.pages.free_pages(),
+          .num_pages = e.pages.num_pages(),
+          .cached_prefixes = e.scheduler.cached_prefixes()};
+}
 const EngineStats& Engine::stats() const { return impl_->stats; }
 
 }  // namespace lockstep

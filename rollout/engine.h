@@ -7,7 +7,11 @@
 // never waits for memory. Samples of one request share the prompt's prefill: the prompt is run once, its state is copied into the
 // other samples' slots (full pages are shared by reference count, the last partial page is copied). When not all samples of a
 // request fit at once, the prompt's state and its last hidden row are kept until they did. Order: requests first in, first out.
-// After construction a step allocates nothing in the forward path.
+// After construction a step allocates nothing in the forward path. An admitted sample holds all it needs, so none is ever preempted for want of
+// memory; retract_all() preempts all on request.
+//
+// With cache_slots, prompts continue from the state of earlier ones that began alike (rollout/prefix_cache.h), which changes no bit of what is
+// said: the state is the one that running the prompt would make. It is forgotten when the weights' version changes; a version names one content.
 //
 // Ranks. The model's tp ranks are one engine: they are given the same requests, plan the same steps (a plan depends on lengths alone), get
 // the same logits and therefore say the same; whoever gathers takes the words of one. Its ep ranks are engines of their own, each with its
@@ -15,10 +19,11 @@
 // exchanges of every layer), and while one has, those without join with an empty batch. So all ep ranks call step() until it is false, in
 // evaluations too, and one with nothing to do has no shorter day than the busiest: balance requests over them.
 //
-// Not thread-safe; one engine belongs to one thread. Weights may be reloaded between steps only when idle() (no state of an older
-// version remains).
+// Not thread-safe; one engine belongs to one thread. Weights may be reloaded between steps only when load().running is 0, which idle() implies and
+// retract_all() brings about (no state of an older version is in use).
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "core/context.h"
@@ -32,6 +37,7 @@ struct EngineOptions {
   int64_t max_batch_tokens = 1024;  // rows of one forward, prefill chunks included
   int64_t max_context = 512;        // prompt + response
   int64_t num_pages = 0;  // 0: enough for max_running samples of max_context; else at least one more than one such sample needs
+  int64_t cache_slots = 0;  // prefixes that later prompts may continue from; their pages are those that are free
 };
 
 struct EngineStats {
@@ -40,8 +46,16 @@ struct EngineStats {
   int64_t prefill_tokens = 0;        // prompt rows run
   int64_t decode_tokens = 0;         // response tokens drawn, each sample's first one (which its prompt's prefill gives) included
   int64_t finished = 0;              // samples, aborted ones included
-  int64_t shared_prompt_tokens = 0;  // prompt tokens that did not have to be run again
+  int64_t shared_prompt_tokens = 0;  // prompt tokens that did not have to be run again for another sample of the request
+  int64_t cached_prompt_tokens = 0;  // prompt tokens that an earlier request's state covered
   double forward_seconds = 0, sample_seconds = 0;
+};
+
+struct EngineLoad {
+  int64_t running = 0;  // samples and prompts that hold state
+  int64_t waiting = 0;  // requests not yet admitted
+  int64_t free_slots = 0, free_pages = 0, num_pages = 0;
+  int64_t cached_prefixes = 0;
 };
 
 class Engine {
@@ -51,15 +65,27 @@ class Engine {
   ~Engine();
 
   // Errors: empty prompt, token out of vocabulary, prompt + max_new_tokens over max_context, num_samples < 1, bad sampling
-  // values.
+  // values, a log that does not fit.
   Status submit(Request request);
+  Status check(const Request& request) const;  // what submit() would say; any thread may ask
   // Runs one forward and samples; false when there was nothing to do, here or on any ep peer. All tp and ep ranks together.
   bool step();
   bool idle() const;
   // Finished completions since the last call, in order of finishing.
   std::vector<Completion> take_finished();
+  // What the last step drew, at most max_running tokens; until the next call of anything.
+  std::span<const Drawn> drawn() const;
   // Stops everything; unfinished samples finish with reason abort.
   void abort_all();
+  // Likewise the samples of the requests of this name; false: there are none. Between steps, as all that follows. What they held is free at once.
+  bool abort(uint64_t tag);
+  // Ends one sample that has drawn a token, with reason stop: for a stop that ids cannot express. False: no such sample is running.
+  bool stop(uint64_t tag, int32_t sample_idx);
+  // Takes their state from all samples, which start again from their tokens, in order, before requests that were not admitted yet: after an update
+  // of the weights, or with the bits they would have had.
+  void retract_all();
+  void flush_cache();
+  EngineLoad load() const;
   const EngineStats& stats() const;
 
  private:

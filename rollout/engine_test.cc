@@ -478,6 +478,235 @@ TEST(Engine, BadRequestsAreRefusedWithTheReason) {
   EXPECT_TRUE(e->submit(request(50, 8, 2, 56)).is_ok());
 }
 
+TEST(Engine, DrawnTokensAreThoseOfTheCompletions) {
+  World w;
+  EngineUnderTest e(w, {.max_running = 4, .max_batch_tokens = 32, .max_context = kContext});
+  std::vector<Request> requests = mixed_requests();
+  Results streamed;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    requests[i].tag = 100 + i;
+    ASSERT_TRUE(e->submit(requests[i]).is_ok());
+  }
+  std::vector<Completion> done;
+  while (e->step()) {
+    EXPECT_LE(e->drawn().size(), 4u);
+    for (const Drawn& d : e->drawn()) {
+      Completion& c = streamed[{requests[d.tag - 100].prompt_id, d.sample_idx}];
+      c.tokens.push_back(d.token);
+      c.logprobs.push_back(d.logprob);
+      c.versions.push_back(d.version);
+    }
+    for (Completion& c : e->take_finished()) done.push_back(std::move(c));
+  }
+  const Results whole = collect(std::move(done));
+  ASSERT_EQ(streamed.size(), whole.size());
+  for (auto& [key, c] : streamed) {
+    c.reason = whole.at(key).reason;
+    expect_same(whole.at(key), c);
+  }
+}
+
+TEST(Engine, ALogContinuesWithTheSameBits) {
+  World w;
+  const EngineOptions o{.max_running = 4, .max_batch_tokens = 24, .max_context = kContext};
+  const std::vector<Request> requests = mixed_requests();
+  const Results whole = run_all(w, o, requests);
+  std::vector<Request> rest;
+  Results expected;
+  for (const Request& r : requests) {
+    for (int32_t i = 0; i < r.num_samples; ++i) {
+      const Completion& c = whole.at({r.prompt_id, r.first_sample + i});
+      const auto kept = static_cast<int64_t>(c.tokens.size()) / 2;
+      Request one = r;
+      one.first_sample = r.first_sample + i;
+      one.num_samples = 1;
+      one.log = {.tokens = {c.tokens.begin(), c.tokens.begin() + kept},
+                 .logprobs = {c.logprobs.begin(), c.logprobs.begin() + kept},
+                 .versions = {c.versions.begin(), c.versions.begin() + kept}};
+      rest.push_back(one);
+    }
+  }
+  expect_same(whole, run_all(w, o, rest));
+}
+
+TEST(Engine, RetractedSamplesContinueWithTheSameBitsAndUnderNewWeightsWithTheirVersion) {
+  World w;
+  const EngineOptions o{.max_running = 4, .max_batch_tokens = 24, .max_context = kContext, .cache_slots = 3};
+  const std::vector<Request> requests = mixed_requests();
+  const Results whole = run_all(w, o, requests);
+  EngineUnderTest e(w, o);
+  for (const Request& r : requests) ASSERT_TRUE(e->submit(r).is_ok());
+  while (e->step()) {
+    if (e->stats().steps % 3 != 0) continue;
+    e->retract_all();
+    EXPECT_EQ(e->load().running, 0);
+  }
+  expect_same(whole, collect(e->take_finished()));
+
+  const Request r = request(41, 80, 3, 20);
+  const Results old = run_all(w, o, {r});
+  ASSERT_TRUE(e->submit(r).is_ok());
+  while (e->stats().steps % 10 != 0) e->step();
+  e->retract_all();
+  w.load(2, 6);
+  run_to_end(e.engine);
+  for (const auto& [key, c] : collect(e->take_finished())) {
+    const auto turn = std::find(c.versions.begin(), c.versions.end(), 6) - c.versions.begin();
+    EXPECT_TRUE(std::all_of(c.versions.begin(), c.versions.begin() + turn, [](int32_t v) { return v == 5; }));
+    EXPECT_TRUE(std::equal(c.tokens.begin(), c.tokens.begin() + turn, old.at(key).tokens.begin()));
+    // The rest is what the new weights say after that beginning, and no state of the old ones is in it.
+    Request rest = r;
+    rest.first_sample = key.second;
+    rest.num_samples = 1;
+    rest.log = {.tokens = {c.tokens.begin(), c.tokens.begin() + turn},
+                .logprobs = {c.logprobs.begin(), c.logprobs.begin() + turn},
+                .versions = {c.versions.begin(), c.versions.begin() + turn}};
+    expect_same(run_all(w, o, {rest}).at(key), c);
+  }
+}
+
+// Prompts with common beginnings, longer and shorter than pages of 64.
+std::vector<Request> related_requests() {
+  std::vector<Request> v;
+  const std::vector<int32_t> trunk = random_prompt(1, 140);
+  for (const auto& [common, own] : {std::pair{70, 3}, {70, 20}, {64, 1}, {128, 5}, {128, 9}, {65, 0}, {129, 0}, {0, 30}, {63, 40}, {130, 4}}) {
+    Request r = request(200 + v.size(), 1, 1 + static_cast<int32_t>(v.size() % 3), 8);
+    r.prompt.assign(trunk.begin(), trunk.begin() + common);
+    const std::vector<int32_t> tail = random_prompt(50 + v.size(), own);
+    r.prompt.insert(r.prompt.end(), tail.begin(), tail.end());
+    v.push_back(r);
+  }
+  return v;
+}
+
+TEST_P(EngineNumerics, CachedPrefixesChangeNothingAndSaveWork) {
+  World w(GetParam());
+  const std::vector<Request> requests = related_requests();
+  const Results expected = run_all(w, {.max_running = 4, .max_batch_tokens = 48, .max_context = kContext}, requests);
+  for (const int64_t num_pages : {0, 4, 6}) {
+    for (const int64_t slots : {1, 2, 8}) {
+      SCOPED_TRACE(std::to_string(num_pages) + " pages, " + std::to_string(slots) + " cache slots");
+      EngineUnderTest e(w, {.max_running = 4, .max_batch_tokens = 48, .max_context = kContext, .num_pages = num_pages, .cache_slots = slots});
+      for (int round = 0; round < 2; ++round) {
+        for (const Request& r : requests) ASSERT_TRUE(e->submit(r).is_ok());
+        run_to_end(e.engine);
+        expect_same(expected, collect(e->take_finished()));
+      }
+      if (num_pages == 0) {
+        EXPECT_GT(e->stats().cached_prompt_tokens, slots == 8 ? 1000 : 0);
+      }
+      const EngineLoad full = e->load();
+      EXPECT_LE(full.cached_prefixes, slots);
+      e->flush_cache();
+      EXPECT_EQ(e->load().free_pages, full.num_pages);
+      EXPECT_EQ(e->load().free_slots, 5 + slots);
+    }
+  }
+}
+
+TEST(Engine, TheThirdPromptWithACommonBeginningRunsOnlyItsOwn) {
+  World w;
+  EngineUnderTest e(w, {.max_running = 2, .max_context = kContext, .cache_slots = 4});
+  for (uint64_t i = 0; i < 3; ++i) {
+    Request r = request(300 + i, 1, 1, 2);
+    r.prompt = random_prompt(1, 66);
+    const std::vector<int32_t> own = random_prompt(400 + i, 70);
+    r.prompt.insert(r.prompt.end(), own.begin(), own.end());  // 136 tokens, of which 66 common: page 0
+    const int64_t before = e->stats().prefill_tokens;
+    ASSERT_TRUE(e->submit(r).is_ok());
+    run_to_end(e.engine);
+    EXPECT_EQ(e->stats().prefill_tokens - before, i < 2 ? 136 : 72);
+  }
+  EXPECT_EQ(e->stats().cached_prompt_tokens, 64);
+}
+
+TEST(Engine, AnOlderVersionsPrefixesAreNeverUsed) {
+  World w;
+  const EngineOptions o{.max_running = 4, .max_context = kContext, .cache_slots = 8};
+  EngineUnderTest e(w, o);
+  for (int64_t version = 5; version < 9; ++version) {
+    w.load(static_cast<uint64_t>(version), version);
+    for (int round = 0; round < 2; ++round) {
+      for (const Request& r : related_requests()) ASSERT_TRUE(e->submit(r).is_ok());
+      run_to_end(e.engine);
+      expect_same(run_all(w, {.max_running = 4, .max_context = kContext}, related_requests()), collect(e->take_finished()));
+    }
+  }
+  EXPECT_GT(e->stats().cached_prompt_tokens, 0);
+}
+
+TEST(Engine, RandomSubmitAbortStopRetractAndStepLeakNothingAndChangeNoWord) {
+  World w;
+  std::vector<Request> kinds = related_requests();
+  for (const Request& r : mixed_requests()) kinds.push_back(r);
+  const Results expected = run_all(w, {.max_running = 8, .max_context = kContext}, kinds);
+  EngineUnderTest e(w, {.max_running = 3, .max_batch_tokens = 40, .max_context = kContext, .num_pages = 7, .cache_slots = 3});
+  Philox rng(17, RngPurpose::test);
+  std::map<uint64_t, int32_t> open;  // tag to samples that have not ended
+  uint64_t next_tag = 1;
+  int64_t ended = 0, cut = 0;
+  const auto take = [&] {
+    for (const Completion& c : e->take_finished()) {
+      const Completion& full = expected.at({c.prompt_id, c.sample_idx});
+      ASSERT_LE(c.tokens.size(), full.tokens.size());
+      for (size_t i = 0; i < c.tokens.size(); ++i) {
+        ASSERT_EQ(c.tokens[i], full.tokens[i]);
+        ASSERT_EQ(std::bit_cast<uint32_t>(c.logprobs[i]), std::bit_cast<uint32_t>(full.logprobs[i]));
+      }
+      if (c.reason == full.reason) {
+        ASSERT_EQ(c.tokens.size() == full.tokens.size() || c.reason == FinishReason::stop, true);
+      } else {
+        ++cut;
+      }
+      ASSERT_GE(--open.at(c.tag), 0) << "a sample ended twice";
+      if (open.at(c.tag) == 0) open.erase(c.tag);
+      ++ended;
+    }
+  };
+  for (int64_t i = 0; i < 10000; ++i) {
+    const uint32_t what = rng.below(100);
+    if (what < 22 && open.size() < 12) {
+      Request r = kinds[rng.below(static_cast<uint32_t>(kinds.size()))];
+      r.tag = next_tag++;
+      open[r.tag] = r.num_samples;
+      ASSERT_TRUE(e->submit(r).is_ok());
+    } else if (what < 30 && !open.empty()) {
+      const uint64_t tag = std::next(open.begin(), rng.below(static_cast<uint32_t>(open.size())))->first;
+      ASSERT_TRUE(e->abort(tag));
+      take();
+      ASSERT_FALSE(open.contains(tag)) << "abort ends every sample at once";
+      ASSERT_FALSE(e->abort(tag));
+    } else if (what < 33 && !e->drawn().empty()) {
+      const Drawn d = e->drawn()[rng.below(static_cast<uint32_t>(e->drawn().size()))];
+      e->stop(d.tag, d.sample_idx);
+    } else if (what == 33) {
+      e->retract_all();
+    } else if (what == 34 && rng.below(10) == 0) {
+      e->abort_all();
+      take();
+      ASSERT_TRUE(open.empty());
+    } else {
+      e->step();
+    }
+    take();
+    if (HasFatalFailure()) return;
+    if (!e->idle() || rng.below(4) != 0) continue;
+    ASSERT_TRUE(open.empty());
+    e->flush_cache();
+    const EngineLoad load = e->load();
+    ASSERT_EQ(load.free_pages, load.num_pages);
+    ASSERT_EQ(load.free_slots, 3 + 1 + 3);
+  }
+  e->abort_all();
+  take();
+  e->flush_cache();
+  EXPECT_EQ(e->load().free_pages, 7);
+  EXPECT_EQ(e->load().free_slots, 7);
+  EXPECT_GT(ended, 2000);
+  EXPECT_GT(cut, 200);
+  EXPECT_GT(e->stats().cached_prompt_tokens, 1000);
+}
+
 TEST(Engine, DecodingAllocatesNothingAndScratchDoesNotGrow) {
   World w;
   EngineUnderTest e(w, {.max_running = 8, .max_batch_tokens = 64, .max_context = kContext});
