@@ -73,6 +73,10 @@ Status Peers::same(uint64_t value, const char* what, int64_t kind) const {
   return Status::ok();
 }
 
+void Peers::tell(std::string* text, Purpose p) const {
+  if (!alone()) world_->all().broadcast(text, 0, p);
+}
+
 int Peers::threads(int64_t asked) const {
   if (alone() || asked > 0) return static_cast<int>(asked);
   std::vector<int64_t> hosts(static_cast<size_t>(size()));
@@ -83,17 +87,18 @@ int Peers::threads(int64_t asked) const {
 }
 
 Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
-                                           const std::string& label) const {
-  if (alone()) return run_requests(engine, requests, hooks, label);
+                                           const std::string& label, const OnFinished& on_finished) const {
+  if (alone()) return run_requests(engine, requests, hooks, label, on_finished);
   const std::vector<Request> share = samples_of(requests, num_engines(), engine_of(rank()));
   LOCKSTEP_RETURN_IF_ERROR(agree(submit_requests(engine, share), "rollout"));
-  const std::vector<Completion> mine = finish_requests(engine, share, hooks, label);
+  const Result<std::vector<Completion>> mine = finish_requests(engine, share, hooks, label, on_finished);
+  LOCKSTEP_RETURN_IF_ERROR(agree(mine.status(), "rollout"));
 
   std::vector<int32_t> words;
-  for (const Completion& done : mine) append_words(words, done);
+  for (const Completion& done : mine.value()) append_words(words, done);
   // The ranks of one engine have the same words; the first of them gives them away.
   LOCKSTEP_RETURN_IF_ERROR(same(XXH64(words.data(), words.size() * sizeof(int32_t), 0), "completions", engine_of(rank())));
-  if (rank() > 0 && engine_of(rank() - 1) == engine_of(rank())) words.clear();
+  if (!leads_engine()) words.clear();
   std::vector<int64_t> counts(static_cast<size_t>(size()));
   const auto count = static_cast<int64_t>(words.size());
   world_->all().all_gather(std::span(counts), std::span(&count, 1), "completions");
@@ -119,7 +124,7 @@ Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span
 Result<std::vector<RewardResult>> Peers::grade(Judge& judge, std::span<const GradeRow> rows) const {
   if (alone() || judge.is_pure()) return judge.grade(rows);
   std::string text = first() ? verdicts_text(judge.grade(rows)) : "";
-  group()->broadcast(&text, 0, "verdicts");
+  tell(&text, "verdicts");
   return verdicts_from_text(text);
 }
 

@@ -19,18 +19,26 @@ Status submit_requests(Engine& engine, std::span<const Request> requests) {
   return Status::ok();
 }
 
-std::vector<Completion> finish_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label) {
+Result<std::vector<Completion>> finish_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label,
+                                                const OnFinished& on_finished) {
   int64_t expected = 0;
   for (const Request& r : requests) expected += r.num_samples;
   std::vector<Completion> done;
   done.reserve(static_cast<size_t>(expected));
   const int64_t tokens_before = engine.stats().decode_tokens;
+  Status kept;
+  const auto collect = [&] {
+    std::vector<Completion> finished = engine.take_finished();
+    if (on_finished && kept && !finished.empty()) kept = on_finished(finished);
+    for (Completion& c : finished) done.push_back(std::move(c));
+  };
   while (engine.step()) {
-    for (Completion& c : engine.take_finished()) done.push_back(std::move(c));
+    collect();
     hooks.report(label, static_cast<int64_t>(done.size()), expected,
                  static_cast<double>(engine.stats().decode_tokens - tokens_before), "tokens");
   }
-  for (Completion& c : engine.take_finished()) done.push_back(std::move(c));
+  collect();
+  if (!kept) return kept;
   CHECK(static_cast<int64_t>(done.size()) == expected, "{} completions of {} samples", done.size(), expected);
   std::sort(done.begin(), done.end(), [](const Completion& a, const Completion& b) {
     return std::tie(a.prompt_id, a.sample_idx) < std::tie(b.prompt_id, b.sample_idx);
@@ -39,9 +47,9 @@ std::vector<Completion> finish_requests(Engine& engine, std::span<const Request>
 }
 
 Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks,
-                                             const std::string& label) {
+                                             const std::string& label, const OnFinished& on_finished) {
   LOCKSTEP_RETURN_IF_ERROR(submit_requests(engine, requests));
-  return finish_requests(engine, requests, hooks, label);
+  return finish_requests(engine, requests, hooks, label, on_finished);
 }
 
 Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, int64_t samples_per_prompt,
