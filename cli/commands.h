@@ -27,6 +27,13 @@ struct EvalArgs {
   std::string checkpoint;  // checkpoint or run directory; empty: the newest of the run
   std::string data;        // replaces task.eval_file
   std::string records;     // where to write every sample, or empty
+  std::string out;         // directory of report, samples and their log; empty: none
+  std::string completions;  // file of answers to judge instead of a model's; empty: none
+  std::string server;       // URL of a server to ask instead of a model; empty: none
+  std::string model_name, key_file;  // of the server
+  std::string endpoint = "chat";     // or completions
+  int64_t concurrency = 16, retries = 5;
+  float deadline_s = 600;
   std::vector<std::string> overrides;
   bool json = false;
 };

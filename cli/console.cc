@@ -76,6 +76,7 @@ SftConfig make_sft_config(const RunConfig& c) {
   return {.run = c.run,
           .model = c.model,
           .sft = c.sft,
+          .style = c.task.style,
           .optimizer = c.optimizer,
           .actor = {.max_tokens_per_microbatch = c.train.microbatch_tokens, .recompute = c.train.recompute},
           .resolved = config_toml(c)};

@@ -116,11 +116,11 @@ int demo_command(const RunArgs& args) {
               static_cast<long long>(b.num_samples), c.eval.temperature);
   std::printf("             before RL   after RL\n");
   for (size_t i = 0; i < b.pass_at_k.size(); ++i) {
-    std::printf("  pass@%-4lld  %8.3f   %8.3f\n", static_cast<long long>(b.pass_at_k[i].first), b.pass_at_k[i].second,
-                a.pass_at_k[i].second);
+    std::printf("  pass@%-4lld  %8.3f   %8.3f\n", static_cast<long long>(b.pass_at_k[i].k), b.pass_at_k[i].estimate.value,
+                a.pass_at_k[i].estimate.value);
   }
   std::printf("  std error  %8.3f   %8.3f   of pass@1, from sampling\n", b.standard_error, a.standard_error);
-  std::printf("  truncated  %7.1f%%   %7.1f%%\n\n", 100 * b.truncated_ratio, 100 * a.truncated_ratio);
+  std::printf("  truncated  %7.1f%%   %7.1f%%\n\n", 100 * b.truncated_ratio.value_or(0), 100 * a.truncated_ratio.value_or(0));
   std::printf("sampler against trainer: largest log-prob gap %g over %lld tokens of %lld steps\n\n", r.max_gap,
               static_cast<long long>(r.compared_tokens), static_cast<long long>(r.last_step - r.first_step));
   std::printf("  phase               time     tokens/s\n");
@@ -135,8 +135,8 @@ int demo_command(const RunArgs& args) {
   JsonLine line;
   line.add("steps", r.last_step - r.first_step).add("compared_tokens", r.compared_tokens).add("max_logprob_gap", r.max_gap);
   for (size_t i = 0; i < b.pass_at_k.size(); ++i) {
-    line.add(fmt::format("before/pass@{}", b.pass_at_k[i].first), b.pass_at_k[i].second);
-    line.add(fmt::format("after/pass@{}", a.pass_at_k[i].first), a.pass_at_k[i].second);
+    line.add(fmt::format("before/pass@{}", b.pass_at_k[i].k), b.pass_at_k[i].estimate.value);
+    line.add(fmt::format("after/pass@{}", a.pass_at_k[i].k), a.pass_at_k[i].estimate.value);
   }
   line.add("sft_tok_per_s", rate(s.num_tokens, s.seconds)).add("rollout_tok_per_s", rate(r.rollout_tokens, r.rollout_seconds));
   line.add("train_tok_per_s", rate(r.train_tokens, r.train_seconds))

@@ -92,12 +92,25 @@ int run(int argc, char** argv) {
           [](const RunArgs& a) { return run_alone("demo", [&] { return demo_command(a); }); });
 
   EvalArgs eval;
-  CLI::App* e = app.add_subcommand("eval", "pass@k of a checkpoint on a file of problems");
+  CLI::App* e = app.add_subcommand("eval", "pass@k of a checkpoint, a server or a file of answers, on a file of problems");
   e->add_option("RUN.toml", eval.config,
                 "Settings; the weights are the newest checkpoint of run.dir, or model.init before there is one");
-  e->add_option("--checkpoint", eval.checkpoint, "Checkpoint or run directory; without RUN.toml its own settings are used");
+  e->add_option("--checkpoint,--model", eval.checkpoint, "Checkpoint or run directory; without RUN.toml its own settings are used");
   e->add_option("--data", eval.data, "Problems instead of task.eval_file, as JSON lines with prompt and label");
   e->add_option("--records", eval.records, "Write every sample to this file, as JSON lines");
+  e->add_option("--out", eval.out, "Directory for report.md, report.json, judged.jsonl and the log of samples, from which the same command goes on if it is killed");
+  CLI::Option* completions = e->add_option("--completions", eval.completions, "Judge the answers in this file, which another program produced");
+  CLI::Option* server = e->add_option("--server", eval.server, "Ask the OpenAI-compatible server at this URL")->excludes(completions);
+  CLI::Option* model_name = e->add_option("--model-name", eval.model_name, "The model's name there")->needs(server);
+  server->needs(model_name);
+  e->add_option("--endpoint", eval.endpoint, "Of the server: chat sends messages, completions the prompt's text")
+      ->check(CLI::IsMember({"chat", "completions"}))
+      ->needs(server)
+      ->capture_default_str();
+  e->add_option("--concurrency", eval.concurrency, "Requests at once")->check(CLI::Range(1, 4096))->needs(server)->capture_default_str();
+  e->add_option("--retries", eval.retries, "Further attempts at a request that fails in passing")->check(CLI::Range(0, 1000))->needs(server)->capture_default_str();
+  e->add_option("--deadline", eval.deadline_s, "Seconds to wait for one answer")->check(CLI::Range(0.01, 1e6))->needs(server)->capture_default_str();
+  e->add_option("--key-file", eval.key_file, "File with the server's key, sent as a bearer token")->needs(server);
   e->add_option("--set", eval.overrides, "Override one setting, such as eval.samples=32")->allow_extra_args(false);
   e->add_flag("--json", eval.json, "Print one JSON object");
   e->callback([&] { exit_code = eval_command(eval); });

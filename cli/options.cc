@@ -121,6 +121,22 @@ const std::vector<Setting>& rows() {
        "JSON lines with prompt (or text) and label: what is trained on."},
       {"task.eval_file", +FIELD(task.eval_file), "path", "", 0, 0,
        "The same form: what evaluations ask. Keep it apart from the training file."},
+      {"task.format", choice<FIELD(task.style.format)>(kDataFormatNames), "", "auto", 0, 0,
+       "Where rows of task.train_file, task.eval_file and sft.file have their members: as Miles, slime, verl, OpenRLHF or TRL users write them; auto finds "
+       "prompt, messages, text, input, question or problem, and label, reward_model.ground_truth, answer, solution or ground_truth. The log says which it took."},
+      {"task.prompt_key", +FIELD(task.style.prompt_key), "", "", 0, 0,
+       "The member with the prompt, instead of the format's; a dot steps into an object."},
+      {"task.label_key", +FIELD(task.style.label_key), "", "", 0, 0, "Likewise for the label. Name it where a row has several that might be it."},
+      {"task.prompt_template", +FIELD(task.style.prompt_template), "", "", 0, 0,
+       "Wording around prompts that are text (lists of messages have their own): dapo asks for a last line Answer: \\boxed{...}, dapo_plain for Answer: ..., "
+       "boxed for steps and a boxed answer, as is usual for AIME; or your own text with {} where the prompt goes. It must ask for what task.reward looks for."},
+      {"task.chat", choice<FIELD(task.style.chat)>(kPromptChatNames), "", "none", 0, 0,
+       "chat and thinking write prompts in DeepSeek-V4's chat format, without or with a thinking block, a text as one message of the user; the tokenizer must be a "
+       "V4 tokenizer.json. none leaves text as it is and refuses lists of messages. A row's own thinking_mode comes first."},
+      {"task.drop_thinking", +FIELD(task.style.drop_thinking), "", "true", 0, 0,
+       "In thinking mode, leave out the reasoning of turns before the last message of the user. A row's own drop_thinking comes first."},
+      {"task.reasoning_effort", choice<FIELD(task.style.reasoning_effort)>(kReasoningEffortNames), "", "none", 0, 0,
+       "In thinking mode, max asks for it in a paragraph before the conversation; high writes nothing, as in the release. A row's own comes first."},
       {"task.reward", choice<FIELD(task.reward.grader)>(kGraderNames), "", "default", 0, 0,
        "How a response is judged against its label: default reads the last boxed answer as mathematics and compares values; math "
        "and deepscaler compare normalised text, with answers behind </think> for the latter; dapo takes the last Answer: line and "
@@ -613,6 +629,17 @@ Status check_config(const ResolvedConfig& config) {
   for (const auto& [name, temperature] : {std::pair{"rollout.temperature", c.rollout.temperature}, {"eval.temperature", c.eval.temperature}}) {
     if (temperature > 0 && temperature < kMinTemperature)
       return setting_error(config, name, fmt::format("logits divided by it overflow; use 0 for greedy, or at least {}", kMinTemperature));
+  }
+  if (const std::string& t = c.task.style.prompt_template; !t.empty()) {
+    if (const Result<std::string> found = find_prompt_template(t); !found) return setting_error(config, "task.prompt_template", found.message());
+    const GraderKind grader = c.task.reward.grader;
+    const bool reads_boxes = grader != GraderKind::exact && grader != GraderKind::command && grader != GraderKind::http;
+    const bool reads_lines = grader == GraderKind::dapo || grader == GraderKind::dapo_miles || grader == GraderKind::dapo_verl;
+    if ((t == "dapo_plain" && reads_boxes && !reads_lines) || (t == "boxed" && grader == GraderKind::dapo_miles) ||
+        (grader == GraderKind::exact && t.find("{}") == std::string::npos))
+      return setting_error(config, "task.prompt_template",
+                           fmt::format("task.reward = {} does not look for the form that it asks for, so that every answer would be wrong",
+                                       kGraderNames[static_cast<size_t>(grader)]));
   }
   if (c.task.reward.grader == GraderKind::command)
     LOCKSTEP_RETURN_IF_ERROR(require_text(config, "task.reward_command", c.task.reward.command, "task.reward = command needs a program"));

@@ -13,11 +13,7 @@ namespace {
 
 using Kind = JsonValue::Kind;
 
-constexpr std::string_view kUser = "<｜User｜>";
-constexpr std::string_view kAssistant = "<｜Assistant｜>";
 constexpr std::string_view kLatestReminder = "<｜latest_reminder｜>";
-constexpr std::string_view kThink = "<think>";
-constexpr std::string_view kEndThink = "</think>";
 constexpr std::string_view kMarker = "｜DSML｜";
 
 constexpr std::string_view kMaxEffort =
@@ -326,7 +322,7 @@ size_t last_question(const std::vector<Turn>& turns) {
 void append_turn(std::string* out, const Turn& turn, bool shows_reasoning) {
   switch (turn.role) {
     case Role::user:
-      *out += kUser;
+      *out += kUserToken;
       for (size_t i = 0; i < turn.blocks.size(); ++i) {
         if (i) *out += "\n\n";
         const Block& b = turn.blocks[i];
@@ -334,9 +330,9 @@ void append_turn(std::string* out, const Turn& turn, bool shows_reasoning) {
       }
       return;
     case Role::latest_reminder: *out += kLatestReminder; break;
-    case Role::developer: *out += kUser; break;
+    case Role::developer: *out += kUserToken; break;
     case Role::assistant:
-      if (shows_reasoning) out->append(turn.reasoning).append(kEndThink);
+      if (shows_reasoning) out->append(turn.reasoning).append(kEndThinkToken);
       break;
     case Role::system:
     case Role::tool: break;
@@ -407,11 +403,11 @@ Result<std::string> encode_chat(const JsonValue& messages, const ChatOptions& op
     const bool before_answer = i + 1 == turns.size() || turns[i + 1].role == Role::assistant || turns[i + 1].role == Role::latest_reminder;
     if (!before_answer) continue;
     if (!turn.task.empty()) {
-      if (turn.task == kTasks[0].second) out.append(kAssistant).append(thinking ? kThink : kEndThink);  // action
+      if (turn.task == kTasks[0].second) out.append(kAssistantToken).append(thinking ? kThinkToken : kEndThinkToken);  // action
       out += turn.task;
     } else if (asks(turn)) {
-      out += kAssistant;
-      out += thinking && (!drop || i == last) ? kThink : kEndThink;
+      out += kAssistantToken;
+      out += thinking && (!drop || i == last) ? kThinkToken : kEndThinkToken;
     }
   }
   return out;
@@ -513,8 +509,8 @@ Result<AssistantMessage> parse_completion(std::string_view text, ChatMode mode) 
   Cursor cursor(text);
   int stop = 0;
   if (mode == ChatMode::thinking) {
-    message.reasoning = cursor.until({kEndThink, block}, &stop);
-    if (stop != 0) return errorf("the reasoning does not end with {}", kEndThink);
+    message.reasoning = cursor.until({kEndThinkToken, block}, &stop);
+    if (stop != 0) return errorf("the reasoning does not end with {}", kEndThinkToken);
   }
   message.content = cursor.until({kEndOfSentence, block}, &stop);
   if (stop < 0) return errorf("the completion does not end with {}", kEndOfSentence);
@@ -524,7 +520,7 @@ Result<AssistantMessage> parse_completion(std::string_view text, ChatMode mode) 
     if (!cursor.until({kEndOfSentence}, &stop).empty()) return Status::error("text follows the tool calls");
   }
   if (!cursor.at_end()) return errorf("text follows {}", kEndOfSentence);
-  for (const std::string_view token : {kBeginOfSentence, kEndOfSentence, kThink, kEndThink, kMarker}) {
+  for (const std::string_view token : {kBeginOfSentence, kEndOfSentence, kThinkToken, kEndThinkToken, kMarker}) {
     for (const std::string* part : {&message.content, &message.reasoning})
       if (part->find(token) != std::string::npos) return errorf("{} stands in the {}", token, part == &message.content ? "content" : "reasoning");
   }

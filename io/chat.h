@@ -15,6 +15,10 @@ namespace lockstep {
 
 inline constexpr std::string_view kBeginOfSentence = "<｜begin▁of▁sentence｜>";
 inline constexpr std::string_view kEndOfSentence = "<｜end▁of▁sentence｜>";
+inline constexpr std::string_view kUserToken = "<｜User｜>";
+inline constexpr std::string_view kAssistantToken = "<｜Assistant｜>";
+inline constexpr std::string_view kThinkToken = "<think>";
+inline constexpr std::string_view kEndThinkToken = "</think>";
 
 enum class ChatMode : uint8_t { chat, thinking };
 

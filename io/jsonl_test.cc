@@ -72,18 +72,180 @@ TEST(Jsonl, BadPrompts) {
   EXPECT_EQ(reason(R"({"label":"1"})"), "there is no \"prompt\"");
   EXPECT_EQ(reason(R"({"prompt":"","label":"1"})"), "\"prompt\" is empty");
   EXPECT_EQ(reason(R"({"prompt":" \n","label":"1"})"), "\"prompt\" is empty");
-  EXPECT_EQ(reason(R"({"prompt":7,"label":"1"})"), "\"prompt\" is a number, a string is wanted");
-  EXPECT_EQ(reason(R"({"prompt":null,"label":"1"})"), "\"prompt\" is null, a string is wanted");
-  EXPECT_EQ(reason(R"({"text":false,"label":"1"})"), "\"text\" is a boolean, a string is wanted");
+  EXPECT_EQ(reason(R"({"prompt":7,"label":"1"})"), "\"prompt\" is a number, a string or a list of messages is wanted");
+  EXPECT_EQ(reason(R"({"prompt":null,"label":"1"})"), "\"prompt\" is null, a string or a list of messages is wanted");
+  EXPECT_EQ(reason(R"({"text":false,"label":"1"})"), "\"text\" is a boolean, a string or a list of messages is wanted");
 }
 
-TEST(Jsonl, MessageListsAreNotSupportedYet) {
-  const std::string messages = R"([{"role":"user","content":"hi"}])";
-  EXPECT_EQ(reason("{\"prompt\":" + messages + ",\"label\":\"1\"}"),
-            "\"prompt\" is a list of messages, which is not supported yet");
-  EXPECT_EQ(reason("{\"messages\":" + messages + ",\"label\":\"1\"}"),
-            "\"messages\" is a list of messages, which is not supported yet");
-  EXPECT_EQ(reason(R"({"messages":"x","label":"1"})"), "there is no \"prompt\"");
+const std::string kMessages = R"([{"role":"user","content":"hi"}])";
+
+PromptStyle chat_style(PromptChat chat) {
+  PromptStyle s;
+  s.chat = chat;
+  return s;
+}
+
+TEST(Jsonl, MessageListsNeedAWayToBeWritten) {
+  EXPECT_EQ(reason("{\"prompt\":" + kMessages + ",\"label\":\"1\"}"),
+            "\"prompt\" is a list of messages; say how to write them, with task.chat = \"chat\" or \"thinking\", or \"thinking_mode\" in the row");
+  EXPECT_EQ(reason(R"({"messages":"x","label":"1"})"), "\"messages\" is a string, a list is wanted");
+  const PromptRow r = row("{\"messages\":" + kMessages + ",\"label\":\"1\",\"thinking_mode\":\"thinking\"}");
+  EXPECT_EQ(r.prompt, "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜><think>");
+  EXPECT_EQ(r.messages, kMessages);
+}
+
+TEST(Jsonl, ChatFormat) {
+  const auto prompt = [](std::string_view text, const PromptStyle& style) {
+    const PromptFile f = parse_prompts(text, "p", {.style = style});
+    return f.rows.empty() ? f.bad_rows[0].reason : f.rows[0].prompt;
+  };
+  const std::string list = "{\"prompt\":" + kMessages + ",\"label\":\"1\"", text = R"({"prompt":"hi","label":"1"})";
+  const std::string chat = "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>", thinking = "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜><think>";
+  EXPECT_EQ(prompt(list + "}", chat_style(PromptChat::chat)), chat);
+  EXPECT_EQ(prompt(list + "}", chat_style(PromptChat::thinking)), thinking);
+  EXPECT_EQ(prompt(text, chat_style(PromptChat::chat)), chat);
+  EXPECT_EQ(prompt(list + R"(,"thinking_mode":"chat"})", chat_style(PromptChat::thinking)), chat) << "the row's own comes first";
+  PromptStyle max = chat_style(PromptChat::thinking);
+  max.reasoning_effort = ReasoningEffort::max;
+  EXPECT_TRUE(prompt(text, max).starts_with("<｜begin▁of▁sentence｜>Reasoning Effort: Absolute maximum"));
+  EXPECT_EQ(prompt(list + R"(,"reasoning_effort":"high"})", max), thinking);
+  max.reasoning_effort = ReasoningEffort::high;
+  EXPECT_EQ(prompt(text, max), thinking);
+
+  const std::string turns = R"({"label":"1","prompt":[{"role":"user","content":"a"},{"role":"assistant","reasoning_content":"r","content":"b"},{"role":"user","content":"c"}])";
+  PromptStyle keep = chat_style(PromptChat::thinking);
+  EXPECT_EQ(prompt(turns + "}", keep).find("r</think>"), std::string::npos);
+  EXPECT_NE(prompt(turns + R"(,"drop_thinking":false})", keep).find("r</think>"), std::string::npos);
+  keep.drop_thinking = false;
+  EXPECT_NE(prompt(turns + "}", keep).find("r</think>"), std::string::npos);
+  EXPECT_EQ(prompt(turns + R"(,"drop_thinking":true})", keep).find("r</think>"), std::string::npos);
+}
+
+TEST(Jsonl, Templates) {
+  PromptStyle style;
+  style.prompt_template = "Q: {}!";
+  EXPECT_EQ(parse_prompts(R"({"prompt":"a {} b","label":"1"})", "p", {.style = style}).rows[0].prompt, "Q: a {} b!");
+  style.prompt_template = "dapo";
+  EXPECT_EQ(parse_prompts(R"({"prompt":"P","label":"1"})", "p", {.style = style}).rows[0].prompt,
+            "Solve the following math problem step by step. The last line of your response should be of the form Answer: \\boxed{$Answer} where $Answer is the "
+            "answer to the problem.\n\nP\n\nRemember to put your answer on its own line after \"Answer:\".");
+  style.chat = PromptChat::chat;
+  style.prompt_template = "boxed";
+  const PromptFile f = parse_prompts("{\"prompt\":\"P\",\"label\":\"1\"}\n{\"prompt\":" + kMessages + ",\"label\":\"1\"}", "p", {.style = style});
+  EXPECT_EQ(f.rows[0].messages, R"([{"role":"user","content":"P\nPlease reason step by step, and put your final answer within \\boxed{}."}])");
+  EXPECT_EQ(f.rows[1].messages, kMessages) << "lists have wording of their own";
+  for (const char* bad : {"dapo2", "no place", "{} and {}"}) EXPECT_FALSE(find_prompt_template(bad).is_ok()) << bad;
+  style.prompt_template = "dapo2";
+  EXPECT_TRUE(fails_with(read_prompts("/dev/null", {.style = style}), "is no template; write dapo, "));
+}
+
+// tests/data/prompts: {prompt, label, id} of every row.
+std::vector<std::vector<std::string>> sample(const std::string& name, PromptStyle style, std::string* fields = nullptr) {
+  Result<PromptFile> f = read_prompts(LOCKSTEP_SOURCE_DIR "/tests/data/prompts/" + name, {.style = style});
+  EXPECT_TRUE(succeeds(f));
+  if (!f) return {};
+  EXPECT_TRUE(succeeds(bad_rows_status(f.value())));
+  if (fields != nullptr) *fields = f.value().fields;
+  std::vector<std::vector<std::string>> rows;
+  for (const PromptRow& r : f.value().rows) rows.push_back({r.prompt, r.label, r.id});
+  return rows;
+}
+
+std::string chat_text(const std::string& user) { return "<｜begin▁of▁sentence｜><｜User｜>" + user + "<｜Assistant｜></think>"; }
+
+TEST(Jsonl, FilesOfOtherFrameworks) {
+  using Rows = std::vector<std::vector<std::string>>;
+  const struct {
+    const char* name;
+    DataFormat format;
+    const char* fields;
+    Rows rows;
+  } cases[] = {
+      {"miles.jsonl", DataFormat::miles, "prompt, label",
+       {{chat_text("What is 3+4?"), "7", ""},
+        {chat_text("What is 30/4?"), "7.5", ""},
+        {"<｜begin▁of▁sentence｜>Answer briefly.<｜User｜>Name the prime after 31.<｜Assistant｜></think>", "37", ""}}},
+      {"verl.jsonl", DataFormat::verl, "prompt, reward_model.ground_truth", {{chat_text("What is 3+4?"), "7", "0"}, {chat_text("What is 5-8?"), "-3", "1"}}},
+      {"trl.jsonl", DataFormat::trl, "prompt, answer | prompt, solution",
+       {{chat_text("What is 3+4?"), "7", ""}, {chat_text("What is 1/2 as a decimal?"), "0.5", ""}}},
+      {"slime.jsonl", DataFormat::slime, "prompt, label",
+       {{"What is 3+4?", "7", ""}, {"A line\u2028broken, another\u0085too: what is 2+2?", "4", ""}, {"What is 10^3?", "1000", ""}}},
+      {"openrlhf.jsonl", DataFormat::openrlhf, "input, label", {{"What is 3+4?", "7", ""}, {"What is 6*7?", "42", ""}}},
+      {"windows.jsonl", DataFormat::miles, "prompt, label", {{"What is 3+4?", "7", ""}, {"What is 2+2?", "4", ""}}}};
+  for (const auto& c : cases) {
+    const bool lists = c.rows[0][0].starts_with("<");
+    for (const DataFormat format : {c.format, DataFormat::automatic}) {
+      PromptStyle style = chat_style(lists ? PromptChat::chat : PromptChat::none);
+      style.format = format;
+      std::string fields;
+      EXPECT_EQ(sample(c.name, style, &fields), c.rows) << c.name;
+      EXPECT_EQ(fields, c.fields) << c.name;
+    }
+  }
+}
+
+TEST(Jsonl, NamedFormatsAndKeysLookNowhereElse) {
+  const auto why = [](std::string_view text, PromptStyle style) { return reason(text, {.style = style}); };
+  PromptStyle style;
+  style.format = DataFormat::verl;
+  EXPECT_EQ(why(R"({"prompt":"p","label":"1"})", style), "there is no \"reward_model.ground_truth\"");
+  EXPECT_EQ(why(R"({"prompt":"p","reward_model.ground_truth":"1"})", style), "") << "a column that was flattened";
+  style.format = DataFormat::openrlhf;
+  EXPECT_EQ(why(R"({"prompt":"p","label":"1"})", style), "there is no \"input\"");
+  style.prompt_key = "a.b";
+  style.label_key = "solution";
+  const PromptFile f = parse_prompts(R"({"a":{"b":"p"},"solution":"line 1\nline 2","label":"x"})", "p", {.style = style});
+  ASSERT_EQ(f.rows.size(), 1u);
+  EXPECT_EQ(f.rows[0].prompt, "p");
+  EXPECT_EQ(f.rows[0].label, "line 1\nline 2") << "named, so it is what was meant";
+  EXPECT_EQ(why(R"({"a":{"c":"p"},"solution":"1"})", style), "there is no \"a.b\"");
+  EXPECT_EQ(why(R"({"a":"p","solution":"1"})", style), "there is no \"a.b\"");
+}
+
+TEST(Jsonl, HostileRows) {
+  PromptStyle style = chat_style(PromptChat::none);
+  Result<PromptFile> f = read_prompts(LOCKSTEP_SOURCE_DIR "/tests/data/prompts/hostile.jsonl", {.style = style});
+  ASSERT_TRUE(succeeds(f));
+  ASSERT_EQ(f.value().rows.size(), 2u);
+  EXPECT_EQ(f.value().rows[0].prompt, "good");
+  EXPECT_EQ(f.value().rows[1].line, 25);
+  EXPECT_EQ(f.value().num_bad_rows, 23);
+  EXPECT_EQ(f.value().bad_rows.size(), PromptFile::kListedRows);
+  style.chat = PromptChat::chat;
+  f = read_prompts(LOCKSTEP_SOURCE_DIR "/tests/data/prompts/hostile.jsonl", {.style = style});
+  ASSERT_TRUE(succeeds(f));
+  const std::pair<int, const char*> wanted[] = {
+      {2, "invalid JSON, column 28: "}, {3, "invalid UTF-8, byte 0xff at column 22"}, {4, "there is no \"label\""}, {5, "\"label\" is null"},
+      {6, "\"label\" is an array"}, {7, "\"prompt\" is empty"}, {8, "\"prompt\" is a number, a string or a list of messages is wanted"},
+      {9, "\"messages\" is empty"}, {10, ""}, {11, "prompt[0]: "}, {12, "the last message of \"prompt\" is the assistant's"}, {13, "\"tools\" stands beside \"prompt\""},
+      {14, "prompt[0]: "}, {15, "\"thinking_mode\" is \"deep\""}, {16, "\"solution\" has several lines"}, {17, "the row is an array"},
+      {18, "the key \"prompt\" stands twice"}, {19, "invalid JSON"}, {20, "number overflow"}, {21, "\"prompt\" is an object"}};
+  size_t i = 0;
+  for (const auto& [line, what] : wanted) {
+    if (*what == '\0') continue;  // a message without content is an empty one
+    ASSERT_LT(i, f.value().bad_rows.size());
+    EXPECT_EQ(f.value().bad_rows[i].line, line);
+    EXPECT_NE(f.value().bad_rows[i].reason.find(what), std::string::npos) << line << ": " << f.value().bad_rows[i].reason;
+    ++i;
+  }
+}
+
+TEST(Jsonl, Slices) {
+  testing::TemporaryDirectory d;
+  testing::put(d.file("a"), "{\"prompt\":\"0\",\"label\":\"1\"}\n\n{\"prompt\":\"1\",\"label\":\"1\"}\n{}\n{\"prompt\":\"3\",\"label\":\"1\"}\n");
+  const auto rows = [&](const std::string& slice) {
+    Result<PromptFile> f = read_prompts(d.file("a") + slice);
+    if (!f) return f.message();
+    std::string out;
+    for (const PromptRow& r : f.value().rows) out += r.prompt;
+    return fmt::format("{} {}", out, f.value().num_bad_rows);
+  };
+  EXPECT_EQ(rows(""), "013 1");
+  EXPECT_EQ(rows("@[1:3]"), "1 1");
+  EXPECT_EQ(rows("@[3:]"), "3 0");
+  EXPECT_EQ(rows("@[:1]"), "0 0");
+  EXPECT_EQ(rows("@[9:]"), " 0");
+  for (const char* bad : {"@[1]", "@[-1:2]", "@[a:b]", "@[1:2:3]"}) EXPECT_NE(rows(bad).find("is no slice of rows"), std::string::npos) << rows(bad);
 }
 
 TEST(Jsonl, BadLabels) {
@@ -115,6 +277,25 @@ TEST(Jsonl, Completions) {
   EXPECT_EQ(reason(R"({"prompt":"p"})", options), "there is no \"completion\"");
   EXPECT_EQ(reason(R"({"prompt":"p","completion":5})", options), "\"completion\" is a number, a string is wanted");
   EXPECT_EQ(reason(R"({"prompt":"p","completion":""})", options), "\"completion\" is empty");
+}
+
+TEST(Jsonl, CompletionsAsMessages) {
+  PromptReaderOptions options{.label_required = false, .completion_required = true, .style = chat_style(PromptChat::chat)};
+  const auto completions = [&] {
+    Result<PromptFile> f = read_prompts(LOCKSTEP_SOURCE_DIR "/tests/data/prompts/trl_sft.jsonl", options);
+    std::vector<std::string> out;
+    for (const PromptRow& r : f.value().rows) out.push_back(r.completion);
+    return out;
+  };
+  EXPECT_EQ(completions(), (std::vector<std::string>{"7", "4", "8"}));
+  options.style.chat = PromptChat::thinking;
+  EXPECT_EQ(completions(), (std::vector<std::string>{"3+4=7</think>7", "</think>4", "8"}));
+  const auto why = [&](std::string_view text) { return reason(text, options); };
+  const std::string prompt = "{\"prompt\":" + kMessages;
+  EXPECT_EQ(why(prompt + "}"), "there is no \"completion\", and the last message of \"prompt\" is not the assistant's");
+  EXPECT_EQ(why(prompt + R"(,"completion":[]})"), "\"completion\" is empty");
+  EXPECT_EQ(why(prompt + R"(,"completion":[{"role":"user","content":"x"}]})"), "\"completion\" is not one answer of the assistant to the prompt");
+  EXPECT_EQ(why(prompt + R"(,"completion":7})"), "\"completion\" is a number, a string or a list of messages is wanted");
 }
 
 TEST(Jsonl, BadIds) {

@@ -1,10 +1,13 @@
 #include "rl/evaluate.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
+#include <filesystem>
 
-#include "io/json.h"
-#include "rl/passk.h"
+#include <xxhash.h>
+
+#include "io/file.h"
 #include "rl/sampling.h"
 
 namespace lockstep {
@@ -14,39 +17,7 @@ namespace {
 // Keeps the draws of evaluations apart from those of training prompts, whose ids count up from 0.
 constexpr uint64_t kEvalPrompt = uint64_t{1} << 62;
 
-}  // namespace
-
-double EvalReport::pass(int64_t k) const {
-  for (const auto& [at, value] : pass_at_k) {
-    if (at == k) return value;
-  }
-  CHECK(false, "pass@{} of {} samples was not computed", k, num_samples);
-  return 0;
-}
-
-std::vector<std::pair<std::string, double>> EvalReport::values(const std::string& set) const {
-  std::vector<std::pair<std::string, double>> v = {{"eval/" + set, pass(1)}};
-  for (const auto& [k, value] : pass_at_k) v.emplace_back(fmt::format("eval/{}-pass@{}", set, k), value);
-  v.emplace_back(fmt::format("eval/{}-maj@{}", set, num_samples), majority);
-  v.emplace_back(fmt::format("eval/{}-standard_error", set), standard_error);
-  v.emplace_back(fmt::format("eval/{}-truncated_ratio", set), truncated_ratio);
-  v.emplace_back(fmt::format("eval/{}-unanswered_ratio", set), unanswered_ratio);
-  v.emplace_back(fmt::format("eval/{}/response_len/mean", set), mean_length);
-  return v;
-}
-
-std::string EvalReport::str() const {
-  std::string text;
-  for (const auto& [k, value] : pass_at_k) text += fmt::format("pass@{} {:.3f}  ", k, value);
-  return text + fmt::format("(se {:.3f})  truncated {:.1f}%  unanswered {:.1f}%  length {:.1f}  {} problems x {}", standard_error,
-                            100 * truncated_ratio, 100 * unanswered_ratio, mean_length, num_problems, num_samples);
-}
-
-Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, const RewardOptions& reward, const EvalOptions& options,
-                            const Hooks& hooks, const std::string& label, std::string* records, const Peers& peers) {
-  const auto start = std::chrono::steady_clock::now();
-  if (options.problems > 0) problems = problems.first(std::min(problems.size(), static_cast<size_t>(options.problems)));
-
+std::vector<Request> make_requests(std::span<const Prompt> problems, const EvalOptions& options, const Policy& policy) {
   std::vector<Request> requests;
   for (const Prompt& p : problems) {
     Request r;
@@ -61,69 +32,147 @@ Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, co
     r.sampling.stop_ids = {policy.tokenizer().eos_id()};
     requests.push_back(std::move(r));
   }
-  Result<std::vector<Completion>> completions = peers.run(policy.engine(), policy.context(), requests, hooks, label);
-  if (!completions) return completions.status();
-  std::vector<Trajectory> trajectories;
-  for (size_t i = 0; i < completions.value().size(); ++i) {
-    trajectories.push_back(make_trajectory(problems[i / static_cast<size_t>(options.samples)], completions.value()[i], options.samples,
-                                           policy.tokenizer(), policy.config().vocab_size));
+  return requests;
+}
+
+uint64_t request_key(uint64_t weights, const Request& r) {
+  const SamplingOptions& s = r.sampling;
+  std::string text = fmt::format("{:016x} {} {} {:08x} {:08x} {} {}", weights, r.seed, r.prompt_id, std::bit_cast<uint32_t>(s.temperature),
+                                 std::bit_cast<uint32_t>(s.top_p), s.top_k, s.max_new_tokens);
+  for (const int32_t id : s.stop_ids) text += fmt::format(" {}", id);
+  return XXH64(r.prompt.data(), r.prompt.size() * sizeof(int32_t), checksum(text));
+}
+
+// Requests for what `have` lacks: in order, several for a problem whose samples are there in part.
+std::vector<Request> requests_for_rest(std::span<const Request> requests, std::span<const EvalSample> have) {
+  std::vector<Request> rest;
+  size_t at = 0;
+  for (size_t q = 0; q < requests.size(); ++q) {
+    bool open = false;  // the last request of `rest` ends just before this sample
+    for (int32_t s = 0; s < requests[q].num_samples; ++s) {
+      if (at < have.size() && have[at].problem == static_cast<int64_t>(q) && have[at].sample == s) {
+        ++at;
+        open = false;
+        continue;
+      }
+      if (!open) {
+        rest.push_back(requests[q]);
+        rest.back().first_sample = s;
+        rest.back().num_samples = 0;
+      }
+      ++rest.back().num_samples;
+      open = true;
+    }
   }
+  return rest;
+}
+
+}  // namespace
+
+std::span<const Prompt> problems_asked(std::span<const Prompt> problems, const EvalOptions& options) {
+  return options.problems > 0 ? problems.first(std::min(problems.size(), static_cast<size_t>(options.problems))) : problems;
+}
+
+Result<uint64_t> weights_key(const PolicyOptions& options, uint64_t seed) {
+  namespace fs = std::filesystem;
+  std::string text = fmt::format("{}\n", static_cast<int>(options.numerics));
+  std::error_code error;
+  if (!options.config.empty()) {
+    Result<std::string> config = read_file(fs::is_directory(options.config, error) ? options.config + "/config.json" : options.config);
+    if (!config) return config.status();
+    text += config.value();
+  }
+  if (!fs::exists(options.init, error)) return checksum(text + fmt::format("{} {}", options.init, seed));  // random
+  if (const std::string sums = options.init + "/checksums.json"; fs::exists(sums, error)) {
+    Result<std::string> read = read_file(sums);
+    if (!read) return read.status();
+    return checksum(text + read.value());
+  }
+  std::vector<std::string> files;
+  const auto add = [&](const fs::path& path) {
+    files.push_back(fmt::format("{} {} {}\n", path.filename().string(), fs::file_size(path, error), fs::last_write_time(path, error).time_since_epoch().count()));
+  };
+  if (fs::is_directory(options.init, error)) {
+    for (fs::directory_iterator it(options.init, error); !error && it != fs::directory_iterator(); it.increment(error))
+      if (it->is_regular_file(error)) add(it->path());
+  } else {
+    add(options.init);
+  }
+  if (error) return errorf("cannot look at {}: {}", options.init, error.message());
+  std::sort(files.begin(), files.end());
+  for (const std::string& f : files) text += f;
+  return checksum(text);
+}
+
+Result<std::vector<EvalSample>> sample_answers(Policy& policy, std::span<const Prompt> problems, const EvalOptions& options, const Hooks& hooks,
+                                               const std::string& label, const Peers& peers, SampleLog* log, uint64_t weights) {
+  const std::vector<Request> requests = make_requests(problems, options, policy);
+  std::vector<uint64_t> keys;
+  for (const Request& r : requests) keys.push_back(request_key(weights, r));
+  std::vector<EvalSample> samples;
+  if (log != nullptr) {
+    Result<std::string> text = peers.first() ? log->read() : Result<std::string>(std::string());
+    LOCKSTEP_RETURN_IF_ERROR(peers.agree(text.status(), "samples"));
+    peers.tell(&text.value(), "samples");
+    LoggedSamples found = parse_sample_log(text.value(), keys, options.samples);
+    const Result<std::string> said = describe_log(found, log->directory());
+    if (!said) return said.status();
+    if (!said.value().empty()) hooks.say(said.value());
+    LOCKSTEP_RETURN_IF_ERROR(peers.agree(peers.leads_engine() ? log->open() : Status::ok(), "samples"));
+    samples = std::move(found.samples);
+    log->num_reused = static_cast<int64_t>(samples.size());
+  }
+  const auto to_sample = [&](const Completion& c) {
+    const auto at = std::lower_bound(requests.begin(), requests.end(), c.prompt_id, [](const Request& r, uint64_t id) { return r.prompt_id < id; });
+    return EvalSample{.problem = at - requests.begin(),
+                      .sample = c.sample_idx,
+                      .response = response_text(policy.tokenizer(), c.tokens),
+                      .status = c.reason == FinishReason::length ? AnswerStatus::truncated : AnswerStatus::completed,
+                      .num_tokens = static_cast<int64_t>(c.tokens.size())};
+  };
+  const OnFinished keep = [&](std::span<const Completion> finished) {
+    std::vector<EvalSample> batch;
+    for (const Completion& c : finished) batch.push_back(to_sample(c));
+    return log->append(batch, problems, keys);
+  };
+  const std::vector<Request> rest = requests_for_rest(requests, samples);
+  Result<std::vector<Completion>> completions =
+      peers.run(policy.engine(), policy.context(), rest, hooks, label, log != nullptr && peers.leads_engine() ? keep : OnFinished());
+  if (!completions) return completions.status();
+  for (const Completion& c : completions.value()) samples.push_back(to_sample(c));
+  std::sort(samples.begin(), samples.end(), by_problem_and_sample);
+  return samples;
+}
+
+Result<std::vector<RewardResult>> judge_answers(std::span<const Prompt> problems, std::span<const EvalSample> samples, const RewardOptions& reward,
+                                                const Peers& peers) {
   std::vector<GradeRow> rows;
-  for (size_t i = 0; i < trajectories.size(); ++i) {
-    const Prompt& problem = problems[i / static_cast<size_t>(options.samples)];
-    rows.push_back({problem.text, trajectories[i].text, problem.label});
+  for (const EvalSample& s : samples) {
+    const Prompt& problem = problems[static_cast<size_t>(s.problem)];
+    rows.push_back({problem.text, s.response, problem.label});
   }
   Result<std::unique_ptr<Judge>> judge = Judge::make(reward);
   if (!judge) return judge.status();
-  const Result<std::vector<RewardResult>> verdicts = peers.grade(*judge.value(), rows);
+  Result<std::vector<RewardResult>> verdicts = peers.grade(*judge.value(), rows);
+  if (!verdicts) return verdicts;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    if (!verdicts.value()[i].scored())
+      return errorf("sample {} of row {} was not judged: {}", samples[i].sample, problems[static_cast<size_t>(samples[i].problem)].row,
+                    verdicts.value()[i].error);
+  }
+  return verdicts;
+}
+
+Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, const RewardOptions& reward, const EvalOptions& options,
+                            const Hooks& hooks, const std::string& label, std::string* records, const Peers& peers) {
+  const auto start = std::chrono::steady_clock::now();
+  problems = problems_asked(problems, options);
+  const Result<std::vector<EvalSample>> samples = sample_answers(policy, problems, options, hooks, label, peers);
+  if (!samples) return samples.status();
+  const Result<std::vector<RewardResult>> verdicts = judge_answers(problems, samples.value(), reward, peers);
   if (!verdicts) return verdicts.status();
-
-  EvalReport report;
-  report.num_problems = static_cast<int64_t>(problems.size());
-  report.num_samples = options.samples;
-  std::vector<int64_t> num_correct(problems.size(), 0);
-  std::vector<std::string> answers;
-  std::vector<bool> correct;
-  int64_t truncated = 0, unanswered = 0;
-  for (size_t i = 0; i < completions.value().size(); ++i) {
-    const Prompt& problem = problems[i / static_cast<size_t>(options.samples)];
-    const Trajectory& t = trajectories[i];
-    const RewardResult& verdict = verdicts.value()[i];
-    if (!verdict.scored()) return errorf("sample {} of row {} was not judged: {}", completions.value()[i].sample_idx, problem.row, verdict.error);
-    num_correct[i / static_cast<size_t>(options.samples)] += verdict.correct ? 1 : 0;
-    answers.push_back(verdict.pred);
-    correct.push_back(verdict.correct);
-    truncated += t.status == TrajectoryStatus::truncated ? 1 : 0;
-    unanswered += verdict.pred.empty() ? 1 : 0;
-    report.num_tokens += t.response_length();
-    if (records != nullptr) {
-      *records += JsonLine()
-                      .add("row", problem.row)
-                      .add("sample", completions.value()[i].sample_idx)
-                      .add("prompt", problem.text)
-                      .add("response", t.text)
-                      .add("label", problem.label)
-                      .add("answer", verdict.pred)
-                      .add("correct", verdict.correct)
-                      .add("reason", reward_reason_name(verdict.reason))
-                      .add("status", trajectory_status_name(t.status))
-                      .str();
-      *records += '\n';
-    }
-  }
-
-  for (size_t q = 0; q < problems.size(); ++q) {
-    const size_t first = q * static_cast<size_t>(options.samples);
-    const int64_t vote = majority_vote(std::span(answers).subspan(first, static_cast<size_t>(options.samples)));
-    report.majority += vote >= 0 && correct[first + static_cast<size_t>(vote)] ? 1.0 / static_cast<double>(problems.size()) : 0.0;
-  }
-  for (int64_t k = 1; k <= options.samples; k *= 2)
-    report.pass_at_k.emplace_back(k, mean_pass_at_k(num_correct, options.samples, k));
-  report.standard_error = sampling_standard_error(num_correct, options.samples);
-  const auto n = static_cast<double>(options.samples), num_problems = static_cast<double>(problems.size());
-  report.truncated_ratio = static_cast<double>(truncated) / (n * num_problems);
-  report.unanswered_ratio = static_cast<double>(unanswered) / (n * num_problems);
-  report.mean_length = static_cast<double>(report.num_tokens) / (n * num_problems);
+  EvalReport report = make_eval_report(problems, samples.value(), verdicts.value());
+  if (records != nullptr) *records += eval_records(problems, samples.value(), verdicts.value());
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return report;
 }

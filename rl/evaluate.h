@@ -1,13 +1,14 @@
 #pragma once
-// pass@k of a policy on a list of problems (rl spec 17). Draws are keyed by (eval seed, problem, sample), so the same weights
-// asked again answer the same, whatever training did in between.
+// A policy's answers to a list of problems, and what they are worth (rl spec 17). Draws are keyed by (eval seed, problem, sample), so the
+// same weights asked again answer the same, whatever training did in between.
 
 #include <cstdint>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "rl/eval_report.h"
+#include "rl/eval_samples.h"
 #include "rl/hooks.h"
 #include "rl/peers.h"
 #include "rl/policy.h"
@@ -26,23 +27,24 @@ struct EvalOptions {
   int64_t seed = 0;
 };
 
-struct EvalReport {
-  int64_t num_problems = 0, num_samples = 0;          // samples of each problem
-  std::vector<std::pair<int64_t, double>> pass_at_k;  // k = 1, 2, 4 .. num_samples, unbiased
-  double majority = 0;                                // problems whose most frequent answer is right
-  double standard_error = 0;                          // of pass@1, from sampling alone
-  double truncated_ratio = 0, unanswered_ratio = 0, mean_length = 0;
-  int64_t num_tokens = 0;
-  double seconds = 0;
-  double pass(int64_t k) const;  // CHECK: k is among them
-  // Metrics by name, for the problem set `set`: everything but the time.
-  std::vector<std::pair<std::string, double>> values(const std::string& set) const;
-  std::string str() const;
-};
+// A checksum of what decides a policy's words besides its prompts and settings: numerics and weights. Those of a checkpoint are known by its
+// checksums or, where it has none, by names, sizes and times of its files.
+Result<uint64_t> weights_key(const PolicyOptions& options, uint64_t seed);
 
-// `records`, unless null, receives every sample as JSON lines. Peers share the problems and all get the whole report. A response
-// that could not be judged is an error: there is no accuracy without it.
+// All samples of all `problems`, by (problem, sample). With a log those that it holds are not sampled again, and new ones go there as they
+// finish; `weights` is weights_key(). Peers share the samples and all get all.
+Result<std::vector<EvalSample>> sample_answers(Policy& policy, std::span<const Prompt> problems, const EvalOptions& options, const Hooks& hooks,
+                                               const std::string& label, const Peers& peers = {}, SampleLog* log = nullptr, uint64_t weights = 0);
+
+// The judge's verdicts, in the order of the samples. A response that could not be judged is an error: there is no accuracy without it.
+Result<std::vector<RewardResult>> judge_answers(std::span<const Prompt> problems, std::span<const EvalSample> samples, const RewardOptions& reward,
+                                                const Peers& peers = {});
+
+// Both, and the report. `records`, unless null, receives every sample as JSON lines.
 Result<EvalReport> evaluate(Policy& policy, std::span<const Prompt> problems, const RewardOptions& reward, const EvalOptions& options,
                             const Hooks& hooks, const std::string& label, std::string* records, const Peers& peers = {});
+
+// The first so many of `problems` that the options ask for.
+std::span<const Prompt> problems_asked(std::span<const Prompt> problems, const EvalOptions& options);
 
 }  // namespace lockstep

@@ -94,6 +94,10 @@ uint64_t Peers::sum(uint64_t mine, const char* what) const {
   return sum;
 }
 
+void Peers::tell(std::string* text, Purpose p) const {
+  if (!alone()) world_->all().broadcast(text, 0, p);
+}
+
 int Peers::threads(int64_t asked) const {
   if (alone() || asked > 0) return static_cast<int>(asked);
   std::vector<int64_t> hosts(static_cast<size_t>(size()));
@@ -108,14 +112,14 @@ Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span
   if (alone()) return run_requests(engine, requests, hooks, label, on_finished);
   const std::vector<Request> share = samples_of(requests, num_engines(), engine_of(rank()));
   LOCKSTEP_RETURN_IF_ERROR(agree(submit_requests(engine, share), "rollout"));
-  Result<std::vector<Completion>> mine = finish_requests(engine, share, hooks, label, speaks() ? on_finished : OnFinished());
+  Result<std::vector<Completion>> mine = finish_requests(engine, share, hooks, label, leads_engine() ? on_finished : OnFinished());
   LOCKSTEP_RETURN_IF_ERROR(agree(mine.status(), "rollout"));
 
   std::vector<int32_t> words;
   for (const Completion& done : mine.value()) append_words(words, done);
   // The ranks of one engine have the same words; the first of them gives them away.
   LOCKSTEP_RETURN_IF_ERROR(same(XXH64(words.data(), words.size() * sizeof(int32_t), 0), "completions", engine_of(rank())));
-  if (!speaks()) words.clear();
+  if (!leads_engine()) words.clear();
   std::vector<int64_t> counts(static_cast<size_t>(size()));
   const auto count = static_cast<int64_t>(words.size());
   world_->all().all_gather(std::span(counts), std::span(&count, 1), "completions");
@@ -142,7 +146,7 @@ void Peers::broadcast(std::vector<Completion>& completions, const char* what) co
 Result<std::vector<RewardResult>> Peers::grade(Judge& judge, std::span<const GradeRow> rows) const {
   if (alone() || judge.is_pure()) return judge.grade(rows);
   std::string text = first() ? verdicts_text(judge.grade(rows)) : "";
-  group()->broadcast(&text, 0, "verdicts");
+  tell(&text, "verdicts");
   return verdicts_from_text(text);
 }
 

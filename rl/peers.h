@@ -38,14 +38,17 @@ class Peers {
   Status same(uint64_t value, const char* what, int64_t kind = 0) const;
   // All ranks' values added, modulo 2^64.
   uint64_t sum(uint64_t mine, const char* what) const;
+  // Rank 0's text, to all.
+  void tell(std::string* text, Purpose p) const;
   // CPU threads for this rank, of `asked`; 0 asks for one a core, of which the ranks of a host get equal parts.
   int threads(int64_t asked) const;
   // As run_requests, whose completions do not depend on what else an engine does: every engine runs its contiguous part of the samples
   // of `requests`, which are by ascending prompt id, and all ranks get all completions. Parts differ by one sample at most: a request may be
-  // cut between two engines, which both run its prompt. on_finished hears of this rank's;
-  // of the ranks of one engine, the first hears of all.
+  // cut between two engines, which both run its prompt. on_finished hears of this rank's; of the ranks of one engine, the first hears of all.
   Result<std::vector<Completion>> run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
                                       const std::string& label, const OnFinished& on_finished = {}) const;
+  // Of the ranks that are one engine, and so have the same completions, the first.
+  bool leads_engine() const { return rank() == 0 || engine_of(rank() - 1) != engine_of(rank()); }
   // The verdicts on `rows`, which all ranks have. A judge that is not pure is asked by rank 0, so that all see the same.
   Result<std::vector<RewardResult>> grade(Judge& judge, std::span<const GradeRow> rows) const;
   // Those of rank 0, to all.
@@ -54,9 +57,6 @@ class Peers {
  private:
   int num_engines() const { return rollout_ == nullptr ? size() : rollout_->grid.layout().dp; }
   int engine_of(int rank) const { return rollout_ == nullptr ? rank : rollout_->grid.coordinates(rank).dp; }
-  // The first rank of its engine.
-  bool speaks() const { return rank() == 0 || engine_of(rank() - 1) != engine_of(rank()); }
-
   RankWorld* world_ = nullptr;
   const Groups* rollout_ = nullptr;
 };

@@ -24,6 +24,8 @@ struct Prompt {
   std::string text;
   std::vector<int32_t> tokens;
   std::string label;
+  std::string row_id = {};    // the data file's own name for it; may be empty
+  std::string messages = {};  // only of load_problems: JSON list of the messages that `text` was written from; empty: it was text
 };
 
 enum class TrajectoryStatus : uint8_t { completed, truncated, aborted, failed };

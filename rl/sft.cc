@@ -21,11 +21,13 @@ struct Example {
   int64_t line = 0;  // in the file
 };
 
-Result<std::vector<Example>> load_examples(const std::string& path, const Tokenizer& tokenizer) {
-  Result<PromptFile> read = read_prompts(path, {.label_required = false, .completion_required = true});
+Result<std::vector<Example>> load_examples(const std::string& path, const PromptStyle& style, const Tokenizer& tokenizer) {
+  Result<PromptFile> read = read_prompts(path, {.label_required = false, .completion_required = true, .style = style});
   if (!read) return read.status();
   PromptFile& file = read.value();
-  std::vector<EncodedRow> encoded = encode_rows(file, tokenizer);
+  Result<std::vector<EncodedRow>> encoding = encode_rows(file, tokenizer);
+  if (!encoding) return encoding.status();
+  std::vector<EncodedRow>& encoded = encoding.value();
   LOCKSTEP_RETURN_IF_ERROR(bad_rows_status(file));
   std::vector<Example> examples;
   for (size_t i = 0; i < encoded.size(); ++i) {
@@ -46,7 +48,7 @@ Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hoo
   const SftOptions& o = config.sft;
   Result<std::unique_ptr<Tokenizer>> tokenizer = find_tokenizer(config.model);
   if (!tokenizer) return tokenizer.status();
-  Result<std::vector<Example>> loaded = load_examples(o.file, *tokenizer.value());
+  Result<std::vector<Example>> loaded = load_examples(o.file, config.style, *tokenizer.value());
   if (!loaded) return loaded.status();
   const std::vector<Example>& examples = loaded.value();
   const Example& longest = *std::max_element(examples.begin(), examples.end(),

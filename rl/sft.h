@@ -25,6 +25,7 @@ struct SftConfig {
   RunOptions run;
   PolicyOptions model;
   SftOptions sft;
+  PromptStyle style = {};
   OptimizerConfig optimizer;  // lr, schedule, warm-up and total steps come from `sft`
   ActorOptions actor;
   std::string resolved;  // the settings, for the run directory

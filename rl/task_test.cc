@@ -9,6 +9,8 @@
 #include <map>
 #include <set>
 
+#include "io/chat.h"
+
 namespace lockstep {
 namespace {
 
@@ -149,7 +151,35 @@ TEST_F(TaskFile, WhatTheTokenizerCannotEncodeIsABadRow) {
   ASSERT_TRUE(prompts.is_ok()) << prompts.message();
   ASSERT_EQ(prompts.value().size(), 1u);
   EXPECT_EQ(prompts.value()[0].text, "1+1");
-  EXPECT_EQ(counts.str(), "1 prompts; 3 bad rows, 0 overlong and dropped, 0 duplicates");
+  EXPECT_EQ(counts.str(), "1 prompts (prompt, label); 3 bad rows, 0 overlong and dropped, 0 duplicates" + counts.bad_row_list);
+  EXPECT_TRUE(counts.bad_row_list.starts_with("\n" + path_.string() + ":1: byte 0x3f")) << counts.bad_row_list;
+}
+
+// Rendered prompts become the ids that the release's encoder gives; a tokenizer that lacks the format's tokens is refused.
+TEST_F(TaskFile, ChatPromptsNeedTheirTokenizer) {
+  const std::string text = "{\"prompt\":[{\"role\":\"user\",\"content\":\"Hi\"}],\"label\":\"2\",\"id\":\"q7\"}\n";
+  TaskOptions options;
+  options.style.chat = PromptChat::thinking;
+  const Result<std::vector<Prompt>> refused = load(text, options, nullptr);
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_NE(refused.message().find(path_.string() + ":1: <｜begin▁of▁sentence｜> is 29 tokens for this tokenizer and not one token"), std::string::npos)
+      << refused.message();
+
+  const std::unique_ptr<Tokenizer> v4 = load_tokenizer(LOCKSTEP_TOKENIZERS).take();
+  const Result<std::vector<Prompt>> prompts = load_prompts(path_, *v4, options, nullptr);
+  ASSERT_TRUE(prompts.is_ok()) << prompts.message();
+  std::vector<int32_t> wanted = {v4->bos_id()};
+  for (const std::string_view piece : {kUserToken, std::string_view("Hi"), kAssistantToken, kThinkToken}) {
+    ASSERT_EQ(v4->encode(piece).value().size(), 1u) << piece;
+    wanted.push_back(v4->encode(piece).value()[0]);
+  }
+  EXPECT_EQ(prompts.value()[0].tokens, wanted);
+  EXPECT_EQ(prompts.value()[0].row_id, "q7");
+
+  const Result<std::vector<Prompt>> problems = load_problems(path_, options, nullptr);
+  ASSERT_TRUE(problems.is_ok()) << problems.message();
+  EXPECT_EQ(problems.value()[0].text, prompts.value()[0].text);
+  EXPECT_EQ(problems.value()[0].messages, R"([{"role":"user","content":"Hi"}])");
 }
 
 TEST_F(TaskFile, FingerprintsTellOrderTokensAndLabelsApart) {

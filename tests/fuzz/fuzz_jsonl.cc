@@ -26,6 +26,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     CHECK(!row.reason.empty());
   }
   CHECK_EQ(bad_rows_status(file).is_ok(), file.bad_rows.empty());
+  CHECK_LE(file.bad_rows.size(), PromptFile::kListedRows);
   const PromptFile second = parse_prompts(again, "again");
   CHECK_EQ(second.bad_rows.size(), 0u);
   CHECK_EQ(second.rows.size(), file.rows.size());

@@ -1,0 +1,30 @@
+#include "io/checked_line.h"
+
+#include <xxhash.h>
+
+namespace lockstep {
+
+namespace {
+
+constexpr std::string_view kSumMember = ",\"sum\":\"";
+constexpr size_t kTail = kSumMember.size() + 16 + 2;  // the digits, the quote and the brace
+
+std::string tail_of(std::string_view object) { return fmt::format("{}{:016x}\"}}", kSumMember, XXH64(object.data(), object.size(), 0)); }
+
+}  // namespace
+
+std::string checked_line(const JsonLine& line) {
+  std::string text = line.str();
+  const std::string tail = tail_of(text);
+  text.pop_back();  // the brace
+  return text + tail;
+}
+
+std::optional<std::string> uncheck_line(std::string_view line) {
+  if (line.size() < kTail + 2) return std::nullopt;
+  const std::string object = std::string(line.substr(0, line.size() - kTail)) + "}";
+  if (line.substr(line.size() - kTail) != tail_of(object)) return std::nullopt;
+  return object;
+}
+
+}  // namespace lockstep
