@@ -32,7 +32,7 @@
 #include "rl/metrics.h"
 #include "rl/peers.h"
 #include "rl/sampling.h"
-#include "rl/token_log.h"
+#include "rl/rollout_log.h"
 
 namespace lockstep {
 
@@ -282,7 +282,7 @@ Result<std::vector<Group>> Loop::rollout() {
 Result<std::vector<Completion>> Loop::sample(std::span<const Request> requests) {
   const int64_t step = state_.step + 1;
   const std::string weights = fmt::format("{:016x} {} {}", weights_sum_, numerics_name(config_.model.numerics), policy_->weights().version());
-  TokenLog log(rollout_log_path(config_.run.dir, step), step, checksum(weights), requests, peers_.rank());
+  RolloutLog log(rollout_log_path(config_.run.dir, step), step, checksum(weights), requests, peers_.rank());
   std::vector<Completion> logged;
   if (step <= last_logged_step_) {
     LOCKSTEP_RETURN_IF_ERROR(write("rollout log", [&] {

@@ -29,11 +29,11 @@ struct LoggedRollout {
   int64_t foreign_lines = 0;            // of other weights, settings or prompts
 };
 
-class TokenLog {
+class RolloutLog {
  public:
   // The log of one step in `directory`, which need not exist yet. `weights` identifies the weights that sample: their checksum, their
   // numerics and version. `requests` are all of the step, whoever samples them; one a prompt.
-  TokenLog(std::string directory, int64_t step, uint64_t weights, std::span<const Request> requests, int rank);
+  RolloutLog(std::string directory, int64_t step, uint64_t weights, std::span<const Request> requests, int rank);
 
   // What any ranks of this or an earlier start finished of the requests. Call it before any rank appends. None if there is no directory.
   Result<LoggedRollout> read() const;

@@ -1,4 +1,4 @@
-#include "rl/token_log.h"
+#include "rl/rollout_log.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -113,7 +113,7 @@ bool by_prompt_and_sample(const Completion& a, const Completion& b) {
 
 }  // namespace
 
-TokenLog::TokenLog(std::string directory, int64_t step, uint64_t weights, std::span<const Request> requests, int rank)
+RolloutLog::RolloutLog(std::string directory, int64_t step, uint64_t weights, std::span<const Request> requests, int rank)
     : directory_(std::move(directory)), path_(fmt::format("{}/rank_{}.jsonl", directory_, rank)) {
   for (const Request& r : requests) {
     const Wanted wanted = {request_key(step, weights, r), r.first_sample, r.num_samples};
@@ -125,7 +125,7 @@ TokenLog::TokenLog(std::string directory, int64_t step, uint64_t weights, std::s
   header_ = with_sum(header) + "\n";
 }
 
-Result<LoggedRollout> TokenLog::read() const {
+Result<LoggedRollout> RolloutLog::read() const {
   LoggedRollout found;
   std::vector<std::string> paths;
   std::error_code error;
@@ -170,7 +170,7 @@ Result<LoggedRollout> TokenLog::read() const {
   return found;
 }
 
-Status TokenLog::append(std::span<const Completion> finished) {
+Status RolloutLog::append(std::span<const Completion> finished) {
   std::string text;
   for (const Completion& c : finished) {
     if (c.reason == FinishReason::abort) continue;

@@ -1,6 +1,6 @@
 // What a rollout log gives back, whatever happened to its files; and what is then left to sample.
 
-#include "rl/token_log.h"
+#include "rl/rollout_log.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -55,12 +55,12 @@ class TokenLogTest : public ::testing::Test {
  protected:
   static constexpr int64_t kStep = 12;
   static constexpr uint64_t kWeights = 0x1234;
-  TokenLog log(int rank = 0) const { return {directory(), kStep, kWeights, requests_, rank}; }
+  RolloutLog log(int rank = 0) const { return {directory(), kStep, kWeights, requests_, rank}; }
   std::string directory() const { return dir_.file("step_000012"); }
   std::string file(int rank) const { return directory() + fmt::format("/rank_{}.jsonl", rank); }
   LoggedRollout read() const { return read_with(log()); }
   void rewrite(const std::string& bytes) const { std::ofstream(file(0), std::ios::binary) << bytes; }  // unsynced: thousands of times
-  static LoggedRollout read_with(const TokenLog& log) {
+  static LoggedRollout read_with(const RolloutLog& log) {
     Result<LoggedRollout> r = log.read();
     EXPECT_TRUE(succeeds(r));
     return r ? r.take() : LoggedRollout();
@@ -82,13 +82,13 @@ class TokenLogTest : public ::testing::Test {
 
 TEST_F(TokenLogTest, NothingIsThereBeforeTheFirstOneFinishes) {
   EXPECT_TRUE(read().completions.empty());
-  TokenLog l = log();
+  RolloutLog l = log();
   ASSERT_TRUE(succeeds(l.append({})));
   EXPECT_EQ(dir_.count(), 0u);
 }
 
 TEST_F(TokenLogTest, EveryRanksCompletionsComeBackToTheBit) {
-  TokenLog zero = log(0), eleven = log(11);
+  RolloutLog zero = log(0), eleven = log(11);
   std::vector<Completion> odd = some({{9, 3}});
   odd[0].logprobs = {-0.0f, std::numeric_limits<float>::denorm_min(), -std::numeric_limits<float>::infinity()};
   ASSERT_TRUE(succeeds(zero.append(some({{10, 0}, {8, 2}}))));
@@ -147,7 +147,7 @@ TEST_F(TokenLogTest, OtherWeightsStepsSettingsAndPromptsAreNotTaken) {
   ASSERT_TRUE(succeeds(log().append(some({{8, 0}}))));
   EXPECT_EQ(read().completions.size(), 1u);
   const auto expect_foreign = [&](int64_t step, uint64_t weights, const std::vector<Request>& requests, const char* what) {
-    const LoggedRollout found = read_with(TokenLog(directory(), step, weights, requests, 0));
+    const LoggedRollout found = read_with(RolloutLog(directory(), step, weights, requests, 0));
     EXPECT_TRUE(found.completions.empty()) << what;
     EXPECT_EQ(found.foreign_lines, 1) << what;
   };
@@ -169,7 +169,7 @@ TEST_F(TokenLogTest, OtherWeightsStepsSettingsAndPromptsAreNotTaken) {
   expect_foreign(kStep, kWeights, with([](Request& r) { r.sampling.min_new_tokens = 1; }), "min_new_tokens");
   expect_foreign(kStep, kWeights, with([](Request& r) { r.sampling.stop_ids = {1, 2}; }), "stop ids");
   // A file of several starts: each line speaks for itself.
-  ASSERT_TRUE(succeeds(TokenLog(directory(), kStep, 99, requests_, 0).append(some({{8, 1}}))));
+  ASSERT_TRUE(succeeds(RolloutLog(directory(), kStep, 99, requests_, 0).append(some({{8, 1}}))));
   ASSERT_TRUE(succeeds(log().append(some({{8, 2}, {8, 0}}))));
   const LoggedRollout found = read();
   EXPECT_EQ(names(found.completions), "8.0 8.2 ");
@@ -198,7 +198,7 @@ TEST_F(TokenLogTest, WhatIsMissingIsAskedFor) {
 }
 
 TEST_F(TokenLogTest, AFullDiskLeavesNoPartOfABatch) {
-  TokenLog l = log();
+  RolloutLog l = log();
   ASSERT_TRUE(succeeds(l.append(some({{8, 0}}))));
   const std::string before = get(file(0));
   const pid_t child = fork();
@@ -212,7 +212,7 @@ TEST_F(TokenLogTest, AFullDiskLeavesNoPartOfABatch) {
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
   EXPECT_EQ(get(file(0)), before);
-  EXPECT_TRUE(fails_with(TokenLog("/proc/none", kStep, kWeights, requests_, 0).append(some({{8, 0}})), "/proc/none"));
+  EXPECT_TRUE(fails_with(RolloutLog("/proc/none", kStep, kWeights, requests_, 0).append(some({{8, 0}})), "/proc/none"));
 }
 
 }  // namespace
