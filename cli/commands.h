@@ -58,6 +58,20 @@ struct GenerateArgs {
 };
 int generate_command(const GenerateArgs& args);
 
+struct ServeArgs {
+  std::string config;  // RUN.toml; or
+  std::string model;   // checkpoint or run directory
+  std::string host = "127.0.0.1";
+  int64_t port = 0;          // 0: any that is free
+  std::string api_key_file;  // empty: no token is asked for
+  std::string name;          // empty: the directory's
+  int64_t max_context = 0;   // 0: the model's, at most 4096
+  int64_t max_samples = 512, max_connections = 320, max_body_mib = 8, cache_slots = 32;
+  int64_t drain_s = 60;
+  std::vector<std::string> overrides;
+};
+int serve_command(const ServeArgs& args);
+
 struct MakeTaskArgs {
   std::string directory;
   int64_t seed = 0;

@@ -135,6 +135,23 @@ int run(int argc, char** argv) {
   g->add_flag("--json", generate.json, "Print one JSON object an answer, with ids and log-prob");
   g->callback([&] { exit_code = run_alone("generate", [&] { return generate_command(generate); }); });
 
+  ServeArgs serve;
+  CLI::App* serving = app.add_subcommand("serve", "Answer HTTP requests with a checkpoint, as OpenAI's and SGLang's servers do, until SIGTERM");
+  serving->add_option("RUN.toml", serve.config, "Settings; the weights are the newest checkpoint of run.dir, or model.init before there is one");
+  serving->add_option("--model", serve.model, "Checkpoint or run directory, instead of RUN.toml");
+  serving->add_option("--host", serve.host, "Address to listen at; 0.0.0.0 is all of this machine's")->capture_default_str();
+  serving->add_option("--port", serve.port, "Port; 0 is any that is free, and is printed")->check(CLI::Range(0, 65535))->capture_default_str();
+  serving->add_option("--api-key-file", serve.api_key_file, "File with the bearer token that clients must send");
+  serving->add_option("--name", serve.name, "What clients call the model; without it the directory's name");
+  serving->add_option("--max-context", serve.max_context, "Prompt and answer, in tokens; 0 is the model's, at most 4096")->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
+  serving->add_option("--max-samples", serve.max_samples, "Unfinished samples; requests beyond are answered 429")->check(CLI::Range(1, 65536))->capture_default_str();
+  serving->add_option("--max-connections", serve.max_connections, "Connections, a thread each; more of them wait")->check(CLI::Range(1, 900))->capture_default_str();
+  serving->add_option("--max-body", serve.max_body_mib, "Largest request body in MiB")->check(CLI::Range(1, 1024))->capture_default_str();
+  serving->add_option("--cache-slots", serve.cache_slots, "Prompts whose beginnings are kept for later ones; 0 is off")->check(CLI::Range(0, 65536))->capture_default_str();
+  serving->add_option("--drain", serve.drain_s, "Seconds that requests under way are given after SIGTERM")->check(CLI::Range(0, 86400))->capture_default_str();
+  serving->add_option("--set", serve.overrides, "Override one setting, such as rollout.max_running=16")->allow_extra_args(false);
+  serving->callback([&] { exit_code = run_alone("serve", [&] { return serve_command(serve); }); });
+
   MakeTaskArgs make_task;
   const CLI::Range problem_count(int64_t{1}, kMaxArithmeticItems);
   CLI::App* m =

@@ -80,7 +80,8 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
     const StateSize size = StatePool::size(m, numerics, page_tokens);
     const int64_t pages = (use.engine.max_context + page_tokens - 1) / page_tokens;
     state = static_cast<double>(use.engine.max_running + 1) *
-            (static_cast<double>(size.slot_bytes) + static_cast<double>(pages) * static_cast<double>(size.page_bytes));
+                (static_cast<double>(size.slot_bytes) + static_cast<double>(pages) * static_cast<double>(size.page_bytes)) +
+            static_cast<double>(use.engine.cache_slots) * static_cast<double>(size.slot_bytes);
   }
   const double physical = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
   const double largest = std::max({weights, training, state});

@@ -50,6 +50,7 @@ struct Server::Http {
 
   Server& s;
   httplib::Server server;
+  socket_t listener = INVALID_SOCKET;
   std::atomic<int64_t> answering{0};                     // calls whose answers are not written yet
   std::atomic<int64_t> requests{0}, dropped{0}, errors{0};
 };
@@ -163,7 +164,8 @@ void Server::Http::routes() {
   server.set_keep_alive_max_count(1000000);
   server.set_tcp_nodelay(true);
   // The library's default would let a second server bind the same port. The buffer, which connections inherit, bounds what a slow reader keeps in the kernel.
-  server.set_socket_options([](socket_t sock) {
+  server.set_socket_options([this](socket_t sock) {
+    listener = sock;
     const int yes = 1, bytes = 128 << 10;
     ::setsockopt(sock, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
     ::setsockopt(sock, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
@@ -280,6 +282,8 @@ Status Server::start() {
   port_ = options_.port;
   const bool bound = port_ == 0 ? (port_ = http_->server.bind_to_any_port(options_.host)) > 0 : http_->server.bind_to_port(options_.host, port_);
   if (!bound) return errorf("{}:{} cannot be bound; is the port in use, or the host not of this machine?", options_.host, options_.port);
+  // The library asks for a queue of 5, over which a burst of clients is turned away.
+  if (::listen(http_->listener, SOMAXCONN) != 0) return errorf("{}:{}: the queue of connections cannot be made longer", options_.host, port_);
   stopped_ = false;
   thread_ = std::thread([this] { http_->server.listen_after_bind(); });
   while (!http_->server.is_running()) std::this_thread::yield();

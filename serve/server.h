@@ -23,7 +23,7 @@ struct ServerOptions {
   std::string tokenizer_path = {};
   int64_t max_context = 0;   // of the engine
   int64_t max_samples = 512;      // unfinished at once; more are answered 429
-  int64_t max_connections = 320;  // threads; more connections wait
+  int64_t max_connections = 320;  // threads; more connections wait. The library cannot serve descriptors from 1024 on
   int64_t max_body_bytes = 8 << 20;
   float write_deadline_s = 10;   // of one write to a client
   float health_deadline_s = 20;

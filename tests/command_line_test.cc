@@ -70,10 +70,22 @@ TEST_F(CommandLine, WrongUsageIsTwo) {
   expect(lockstep("make-task data --train 0"), 2, "not in range 1 to 1000000");
   expect(lockstep("make-task data --train 9223372036854775807 --sft 9223372036854775807"), 2, "not in range");
   expect(lockstep("make-task data --seed 99999999999999999999"), 2, "not in range");
+  expect(lockstep("serve"), 2, "serve needs either RUN.toml or --model DIR");
+  expect(lockstep("serve --model none"), 2, "no such checkpoint");
+  expect(lockstep("serve --model none --port 65536"), 2, "not in range");
   expect(lockstep("verify --golden none.safetensors"), 2, "none.safetensors");
   std::ofstream(path("run.toml")) << "[run]\ndir = \"a\\u0000b\"\n";
   expect(lockstep("train run.toml"), 2, "run.toml:2: run.dir is \"a\\x00b\", expected a text without NUL bytes");
   EXPECT_FALSE(fs::exists(path("a")));
+}
+
+TEST_F(CommandLine, ServeAnswersUntilSigterm) {
+  prepare();
+  const std::string serve = fmt::format("{} serve run.toml --set model.init=random --name tiny > said 2>&1 & pid=$!; ", LOCKSTEP_PROGRAM);
+  // Waits for the line with the address, and ends it.
+  expect(lockstep("settings >/dev/null; " + serve + "n=0; while ! grep -q '^serving tiny at http://127.0.0.1:' said && [ $n -lt 600 ]; do sleep 0.1; n=$((n+1)); done; "
+                  "kill -TERM $pid; wait $pid; echo code $?; cat said", "", ""),
+         0, "code 0\nserving tiny at http://127.0.0.1:");
 }
 
 TEST_F(CommandLine, AFullDiskFailsTheWorkAndResumes) {
