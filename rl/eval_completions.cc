@@ -39,7 +39,10 @@ class Reader {
 
   Status read_row(const JsonValue& row) {
     const auto place = static_cast<int64_t>(num_rows_++);
-    if (row.is(Kind::string) || row.is(Kind::array)) return read_responses(place, row, nullptr);
+    if (row.is(Kind::string) || row.is(Kind::array)) {
+      const Result<int64_t> problem = by_place(place);
+      return problem ? read_responses(problem.value(), row, nullptr) : problem.status();
+    }
     if (!row.is(Kind::object)) return errorf("the row is {}, an object is wanted", json_kind_name(row.kind));
     const JsonValue* response = find_any(row, {"response", "responses", "completion", "completions", "output", "outputs", "text", "generation",
                                                "generated_text", "answer_text", "choices"});
@@ -104,7 +107,6 @@ class Reader {
 
   // A text, a choice of an OpenAI-compatible answer, or a list of either.
   Status read_responses(int64_t problem, const JsonValue& v, const JsonValue* row) {
-    if (problem >= static_cast<int64_t>(problems_.size())) return errorf("there are {} problems", problems_.size());
     if (v.is(Kind::array)) {
       for (const JsonValue& item : v.items) LOCKSTEP_RETURN_IF_ERROR(read_one(problem, item, nullptr));
       return v.items.empty() ? Status::error("\"response\" is an empty list") : Status::ok();

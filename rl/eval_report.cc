@@ -13,7 +13,8 @@ namespace {
 Estimate estimate(std::span<const double> x) {
   const auto n = static_cast<double>(x.size());
   double mean = 0, squares = 0;
-  for (const double v : x) mean += v / n;
+  for (const double v : x) mean += v;
+  mean /= n;
   for (const double v : x) squares += (v - mean) * (v - mean);
   Estimate e{.value = mean, .error = {}};
   if (x.size() > 1) e.error = std::sqrt(squares / (n * (n - 1)));

@@ -45,7 +45,7 @@ LoggedSamples parse_sample_log(std::string_view text, std::span<const uint64_t> 
 
 class SampleLog {
  public:
-  SampleLog(std::string directory, int rank) : directory_(std::move(directory)), path_(directory_ + "/" + "samples_" + std::to_string(rank) + ".jsonl") {}
+  SampleLog(std::string directory, int rank) : directory_(std::move(directory)), path_(fmt::format("{}/samples_{}.jsonl", directory_, rank)) {}
   // The lines of all ranks, of this or an earlier start. Empty if there is no directory.
   Result<std::string> read() const;
   // Takes the file for this process; an error if another one writes it. append() does so too.

@@ -13,33 +13,13 @@
 
 #include <xxhash.h>
 
-#include "io/json.h"
+#include "io/checked_line.h"
 
 namespace lockstep {
 
 namespace {
 
-constexpr std::string_view kSumMember = ",\"sum\":\"";
-constexpr size_t kSumDigits = 16;
-
 std::string hex(uint64_t x) { return fmt::format("{:016x}", x); }
-
-std::string with_sum(const JsonLine& line) {
-  std::string text = line.str();
-  const uint64_t sum = XXH64(text.data(), text.size(), 0);
-  text.pop_back();  // the brace
-  return text + std::string(kSumMember) + hex(sum) + "\"}";
-}
-
-// The line without its sum; nothing if the two do not belong together.
-std::optional<std::string> without_sum(std::string_view line) {
-  const size_t tail = kSumMember.size() + kSumDigits + 2;
-  if (line.size() < tail + 2 || line.substr(line.size() - tail, kSumMember.size()) != kSumMember) return std::nullopt;
-  std::string text(line.substr(0, line.size() - tail));
-  text += '}';
-  if (line.substr(line.size() - 2 - kSumDigits) != hex(XXH64(text.data(), text.size(), 0)) + "\"}") return std::nullopt;
-  return text;
-}
 
 uint64_t sampling_sum(const SamplingOptions& s) {
   std::string text = fmt::format("{:08x} {:08x} {:08x} {} {} {}", std::bit_cast<uint32_t>(s.temperature), std::bit_cast<uint32_t>(s.top_p),
@@ -122,7 +102,7 @@ RolloutLog::RolloutLog(std::string directory, int64_t step, uint64_t weights, st
   JsonLine header;
   header.add("step", step).add("seed", requests.empty() ? 0 : requests.front().seed).add("weights", hex(weights));
   if (!requests.empty()) header.add("sampling", hex(sampling_sum(requests.front().sampling)));
-  header_ = with_sum(header) + "\n";
+  header_ = checked_line(header) + "\n";
 }
 
 Result<LoggedRollout> RolloutLog::read() const {
@@ -143,7 +123,7 @@ Result<LoggedRollout> RolloutLog::read() const {
       const size_t end = std::min(rest.find('\n'), rest.size());
       const std::string_view line = rest.substr(0, end);
       rest.remove_prefix(std::min(end + 1, rest.size()));
-      const std::optional<std::string> body = without_sum(line);
+      const std::optional<std::string> body = uncheck_line(line);
       const Result<JsonValue> json = body ? parse_json(*body) : Result<JsonValue>(Status::error("damaged"));
       if (!json) {
         found.damaged_lines += line.empty() ? 0 : 1;
@@ -176,7 +156,7 @@ Status RolloutLog::append(std::span<const Completion> finished) {
     if (c.reason == FinishReason::abort) continue;
     const auto wanted = requests_.find(c.prompt_id);
     CHECK(wanted != requests_.end(), "prompt {} is not of this step", c.prompt_id);
-    text += with_sum(completion_line(wanted->second.key, c)) + "\n";
+    text += checked_line(completion_line(wanted->second.key, c)) + "\n";
   }
   if (text.empty()) return Status::ok();
   if (!file_.is_open()) {

@@ -18,7 +18,7 @@ namespace lockstep {
 struct TaskOptions {
   std::string train_file, eval_file;
   RewardOptions reward;
-  PromptStyle style;
+  PromptStyle style = {};
   int64_t max_prompt_tokens = 256;  // the begin token counts
   float max_bad_rows = 0;           // share of unreadable rows that is tolerated
 };

@@ -10,6 +10,7 @@
 #include <set>
 
 #include "io/chat.h"
+#include "rl/evaluate.h"
 
 namespace lockstep {
 namespace {
@@ -180,6 +181,37 @@ TEST_F(TaskFile, ChatPromptsNeedTheirTokenizer) {
   ASSERT_TRUE(problems.is_ok()) << problems.message();
   EXPECT_EQ(problems.value()[0].text, prompts.value()[0].text);
   EXPECT_EQ(problems.value()[0].messages, R"([{"role":"user","content":"Hi"}])");
+}
+
+// AIME 2024, whose texts are not ours to ship: the protocol from the file to the report.
+TEST(Aime2024, PromptsAndVerdicts) {
+  const std::string file = LOCKSTEP_SOURCE_DIR "/../shared/data/aime2024.jsonl";
+  if (!std::filesystem::exists(file)) GTEST_SKIP() << file << " is not there";
+  const std::unique_ptr<Tokenizer> v4 = load_tokenizer(LOCKSTEP_TOKENIZERS).take();
+  TaskOptions options;
+  options.style.chat = PromptChat::thinking;
+  options.style.prompt_template = "boxed";
+  options.max_prompt_tokens = 1024;
+  TaskCounts counts;
+  const Result<std::vector<Prompt>> problems = load_prompts(file, *v4, options, &counts);
+  ASSERT_TRUE(problems.is_ok()) << problems.message();
+  ASSERT_EQ(problems.value().size(), 30u);
+  EXPECT_EQ(counts.bad_rows + counts.overlong_prompts + counts.duplicate_prompts, 0);
+  std::vector<EvalSample> samples;
+  for (const Prompt& p : problems.value()) {
+    EXPECT_EQ(p.tokens.front(), v4->bos_id());
+    EXPECT_TRUE(p.text.ends_with("\nPlease reason step by step, and put your final answer within \\boxed{}.<｜Assistant｜><think>"));
+    EXPECT_EQ(v4->decode(p.tokens, SpecialTokens::show), p.text);
+    const std::string digits = fmt::format("{:03}", std::stoi(p.label));  // as they are printed in places
+    for (const std::string& answer : {"so</think>It is \\boxed{" + digits + "}.", std::string("\\boxed{1000}")})
+      samples.push_back({.problem = p.row, .sample = answer.starts_with("so") ? 0 : 1, .response = answer, .status = AnswerStatus::completed});
+  }
+  const Result<std::vector<RewardResult>> verdicts = judge_answers(problems.value(), samples, {.thinking = true});
+  ASSERT_TRUE(verdicts.is_ok()) << verdicts.message();
+  const EvalReport report = make_eval_report(problems.value(), samples, verdicts.value());
+  EXPECT_EQ(report.pass(1), 0.5);
+  EXPECT_EQ(report.pass(2), 1);
+  EXPECT_EQ(report.majority.value, 1) << "an unfinished thought has no answer and no vote";
 }
 
 TEST_F(TaskFile, FingerprintsTellOrderTokensAndLabelsApart) {

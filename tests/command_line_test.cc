@@ -58,6 +58,18 @@ class CommandLine : public ::testing::Test {
                                        "samples_per_prompt = 2\nmax_new_tokens = 4\n[eval]\nsamples = 2\nmax_new_tokens = 4\n";
   }
 
+  std::string text_of(const std::string& name) const {
+    std::ifstream file(path(name), std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  // Those that are not blank.
+  int lines_of(const std::string& name) const {
+    std::ifstream file(path(name), std::ios::binary);
+    int count = 0;
+    for (std::string line; std::getline(file, line);) count += line.empty() ? 0 : 1;
+    return count;
+  }
+
   fs::path root_;
 };
 
@@ -165,6 +177,51 @@ TEST_F(CommandLine, Grade) {
   expect(lockstep("grade --grader command < good.jsonl"), 2, "needs a command");
   expect(lockstep("grade --grader math --command x < good.jsonl"), 2, "--command is for --grader command");
   expect(lockstep("grade < /dev/null"), 0, "");
+}
+
+TEST_F(CommandLine, EvalGoesOnAfterAKill) {
+  prepare();
+  const std::string eval = "eval run.toml --set eval.samples=64 --set eval.max_new_tokens=40 --set model.init=random --out ";
+  expect(lockstep(eval + "whole"), 0, "5 problems x 64");
+  EXPECT_EQ(lines_of("whole/judged.jsonl"), 320);
+  EXPECT_EQ(lines_of("whole/samples_0.jsonl"), 320);
+  EXPECT_NE(text_of("whole/report.md").find("| pass@64 |"), std::string::npos);
+  EXPECT_NE(text_of("whole/report.json").find("\"eval/eval-pass@1\":"), std::string::npos);
+
+  // Killed as soon as the first samples are there, and what it was writing cut off.
+  const Outcome killed = lockstep(eval + "cut", "", "2>/dev/null & p=$!; while kill -0 $p && ! [ -s cut/samples_0.jsonl ]; do :; done; kill -9 $p; wait $p; echo ended $?");
+  ASSERT_TRUE(fs::exists(path("cut/samples_0.jsonl"))) << killed.said;
+  const std::string left = text_of("cut/samples_0.jsonl");
+  std::ofstream(path("cut/samples_0.jsonl"), std::ios::trunc) << left.substr(0, left.size() - 20);
+  expect(lockstep(eval + "cut"), 0, " samples are there already, 1 damaged lines are passed over");
+  EXPECT_EQ(text_of("cut/judged.jsonl"), text_of("whole/judged.jsonl"));
+  EXPECT_EQ(lines_of("cut/samples_0.jsonl"), 321) << "320 and the one cut off: none is drawn twice";
+
+  expect(lockstep(eval + "cut"), 0, "cut: 320 samples are there already");
+  EXPECT_EQ(text_of("cut/judged.jsonl"), text_of("whole/judged.jsonl"));
+  expect(lockstep(eval + "cut --set eval.temperature=0.5"), 1, "cut holds 320 samples of other weights, settings or problems and none of these; name another directory");
+}
+
+TEST_F(CommandLine, EvalOfAnswersFromElsewhere) {
+  std::ofstream(path("problems.jsonl")) << R"({"problem":"p","answer":25,"id":"a"})" << "\n" << R"({"problem":"q","answer":"3","id":"b"})" << "\n";
+  std::ofstream(path("answers.json")) << R"({"a":["\\boxed{025}","\\boxed{26}"],"b":["so \\boxed{3}","\\boxed{3.0}"]})";
+  expect(lockstep("eval --completions answers.json --data problems.jsonl --json --out out"), 0, "\"eval/problems-pass@1\":0.75,\"eval/problems-pass@2\":1,");
+  EXPECT_NE(text_of("out/report.md").find("| 0 | a | 25 | 1/2 | "), std::string::npos);
+  expect(lockstep("eval --completions out/judged.jsonl --data problems.jsonl --json"), 0, "\"eval/problems-pass@1\":0.75,");
+  expect(lockstep("eval --completions answers.json --data problems.jsonl --set task.label_key=problem"), 0, "pass@1 0.000");
+  std::ofstream(path("answers.json")) << R"({"a":"\\boxed{25}"})";
+  expect(lockstep("eval --completions answers.json --data problems.jsonl"), 2, "answers.json: 1 of 2 problems have no answer: b");
+  expect(lockstep("eval --completions answers.json"), 2, "task.eval_file is \"\" by default; an evaluation needs problems");
+  expect(lockstep("eval --completions answers.json --checkpoint x --data problems.jsonl"), 2, "leave one out");
+  expect(lockstep("eval --completions answers.json --data problems.jsonl --set task.prompt_template=dapo_plain"), 2,
+         "task.reward = default does not look for the form that it asks for");
+  expect(lockstep("eval --completions answers.json --data '" LOCKSTEP_SOURCE_DIR "/tests/data/prompts/verl.jsonl'"), 2,
+         "verl.jsonl:1: \"prompt\" is a list of messages; say how to write them, with task.chat");
+  const std::string server = "eval --data problems.jsonl --out asked --retries 0 --server ";
+  expect(lockstep(server + "http://127.0.0.1:1"), 2, "--model-name");
+  expect(lockstep(server + "127.0.0.1:1 --model-name m"), 2, "is no address of a server");
+  expect(lockstep(server + "http://127.0.0.1:1 --model-name m"), 1, "0 of 16 samples are kept in asked: the same command goes on from there");
+  expect(lockstep("eval --data problems.jsonl --concurrency 3"), 2, "--concurrency requires --server");
 }
 
 TEST_F(CommandLine, RewardsThatAreAllEqualAreNamed) {
