@@ -14,6 +14,7 @@
 #include "model/saved.h"
 #include "ops/logprob/logprob.h"
 #include "ops/testing.h"
+#include "parallel/testing.h"
 
 namespace lockstep {
 namespace {
@@ -378,28 +379,5 @@ TEST_F(TensorParallel, NoTokens) {
 }  // namespace lockstep
 
 int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  lockstep::Result<std::unique_ptr<lockstep::RankWorld>> started = lockstep::RankWorld::start({.deadline_s = 120});
-  if (!started) {
-    std::fprintf(stderr, "%s\n", started.message().c_str());
-    return 1;
-  }
-  std::unique_ptr<lockstep::RankWorld> world = started.take();
-  lockstep::world = world.get();
-  // One rank reports; the others name what failed.
-  ::testing::TestEventListeners& listeners = ::testing::UnitTest::GetInstance()->listeners();
-  struct Failures : ::testing::EmptyTestEventListener {
-    void OnTestPartResult(const ::testing::TestPartResult& r) override {
-      if (!r.failed()) return;
-      std::fprintf(stderr, "rank %d: %s:%d: %s\n", lockstep::world->rank(), r.file_name(), r.line_number(), r.message());
-    }
-  };
-  if (world->rank() != 0) {
-    delete listeners.Release(listeners.default_result_printer());
-    listeners.Append(new Failures);
-  }
-  const int result = RUN_ALL_TESTS();
-  const bool failed = world->all().any(result != 0, "result");
-  world->finish();
-  return failed ? 1 : 0;
+  return lockstep::testing::run_on_ranks(argc, argv, &lockstep::world);
 }

@@ -12,6 +12,7 @@
 
 #include "core/rng.h"
 #include "parallel/groups.h"
+#include "parallel/testing.h"
 
 namespace lockstep {
 namespace {
@@ -409,26 +410,6 @@ TEST_F(Collective, WrongUseIsNamed) {
 }  // namespace lockstep
 
 int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
-  lockstep::Result<std::unique_ptr<lockstep::RankWorld>> started = lockstep::RankWorld::start({.deadline_s = 60});
-  if (!started) {
-    std::fprintf(stderr, "%s\n", started.message().c_str());
-    return 1;
-  }
-  std::unique_ptr<lockstep::RankWorld> world = started.take();
-  lockstep::world = world.get();
-  // One rank talks; the others say what failed on standard error by way of their exit code and the failure lines below.
-  ::testing::TestEventListeners& listeners = ::testing::UnitTest::GetInstance()->listeners();
-  if (world->rank() != 0) delete listeners.Release(listeners.default_result_printer());
-  struct Failures : ::testing::EmptyTestEventListener {
-    void OnTestPartResult(const ::testing::TestPartResult& r) override {
-      if (r.failed()) std::fprintf(stderr, "rank %d: %s:%d: %s\n", lockstep::me(), r.file_name(), r.line_number(), r.message());
-    }
-  };
-  if (world->rank() != 0) listeners.Append(new Failures);
-  const int result = RUN_ALL_TESTS();
-  const bool failed = world->all().any(result != 0, "result");
-  world->finish();
-  return failed ? 1 : 0;
+  return lockstep::testing::run_on_ranks(argc, argv, &lockstep::world, 60);
 }

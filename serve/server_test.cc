@@ -19,6 +19,7 @@
 
 #include "io/file.h"
 #include "model/checkpoint_io.h"
+#include "model/testing.h"
 #include "rl/sampling.h"
 
 namespace lockstep {
@@ -67,27 +68,9 @@ class Serve : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     root_ = fs::temp_directory_path() / fmt::format("lockstep_server_test_{}", ::getpid());
-    ModelConfig m;
+    ModelConfig m = testing::tiny_config();
     m.vocab_size = ByteTokenizer().vocab_size();
-    m.hidden_size = 32;
-    m.num_heads = 4;
-    m.head_dim = 16;
-    m.rope_dim = 8;
-    m.q_rank = 16;
-    m.o_groups = 2;
-    m.o_rank = 16;
-    m.window = 5;
-    m.index_heads = 2;
-    m.index_head_dim = 16;
-    m.index_topk = 2;
-    m.num_experts = 4;
-    m.experts_per_token = 2;
-    m.expert_dim = 16;
-    m.swiglu_limit = 10.0f;
-    m.sinkhorn_iters = 4;
     m.max_positions = kEngine.max_context;
-    m.initializer_range = 0.1f;
-    m.layers = {{AttentionKind::swa, 0, true}, {AttentionKind::csa, 4, false}, {AttentionKind::hca, 8, false}};
     for (const char* name : {"a", "b"}) {
       Arena arena("test", size_t{1} << 28);
       const std::vector<TensorSpec> table = tensor_table(m);

@@ -1,6 +1,7 @@
 // Weight updates between layouts, by any number of ranks: what arrives, how many bytes it took, and that a refused update changes nothing
 // that the sampler reads. The exchange is wrapped at link time, so that a test can damage what travels.
 
+#include "parallel/testing.h"
 #include "sync/transfer.h"
 
 #include <gtest/gtest.h>
@@ -236,27 +237,5 @@ TEST_F(TransferTest, RanksAtDifferentVersionsAreRefused) {
 }  // namespace lockstep
 
 int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  lockstep::Result<std::unique_ptr<lockstep::RankWorld>> started = lockstep::RankWorld::start({.deadline_s = 120});
-  if (!started) {
-    std::fprintf(stderr, "%s\n", started.message().c_str());
-    return 1;
-  }
-  std::unique_ptr<lockstep::RankWorld> world = started.take();
-  lockstep::world = world.get();
-  // One rank reports; the others name what failed.
-  ::testing::TestEventListeners& listeners = ::testing::UnitTest::GetInstance()->listeners();
-  struct Failures : ::testing::EmptyTestEventListener {
-    void OnTestPartResult(const ::testing::TestPartResult& r) override {
-      if (r.failed()) std::fprintf(stderr, "rank %d: %s:%d: %s\n", lockstep::world->rank(), r.file_name(), r.line_number(), r.message());
-    }
-  };
-  if (world->rank() != 0) {
-    delete listeners.Release(listeners.default_result_printer());
-    listeners.Append(new Failures);
-  }
-  const int result = RUN_ALL_TESTS();
-  const bool failed = world->all().any(result != 0, "result");
-  world->finish();
-  return failed ? 1 : 0;
+  return lockstep::testing::run_on_ranks(argc, argv, &lockstep::world);
 }

@@ -11,6 +11,7 @@
 
 #include "io/file.h"
 #include "io/run_dir.h"
+#include "model/testing.h"
 #include "rl/arithmetic.h"
 #include "rl/loop.h"
 
@@ -25,27 +26,8 @@ inline std::string contents(const std::string& path) {
 // config.json, the tokenizer and data files, in `root`.
 inline void make_tiny_task(const std::filesystem::path& root) {
   const auto path = [&](const std::string& name) -> std::string { return root / name; };
-  ModelConfig m;
+  ModelConfig m = testing::tiny_config();
   m.vocab_size = ByteTokenizer::kFirstByte + static_cast<int64_t>(kArithmeticAlphabet.size());
-  m.hidden_size = 32;
-  m.num_heads = 4;
-  m.head_dim = 16;
-  m.rope_dim = 8;
-  m.q_rank = 16;
-  m.o_groups = 2;
-  m.o_rank = 16;
-  m.window = 5;
-  m.index_heads = 2;
-  m.index_head_dim = 16;
-  m.index_topk = 2;
-  m.num_experts = 4;
-  m.experts_per_token = 2;
-  m.expert_dim = 16;
-  m.swiglu_limit = 10.0f;
-  m.sinkhorn_iters = 4;
-  m.max_positions = 64;
-  m.initializer_range = 0.1f;
-  m.layers = {{AttentionKind::swa, 0, true}, {AttentionKind::csa, 4, false}, {AttentionKind::hca, 8, false}};
   ASSERT_TRUE(atomic_write(path("config.json"), model_config_json(m)).is_ok());
   ASSERT_TRUE(ByteTokenizer(std::string(kArithmeticAlphabet)).save(root).is_ok());
   const ArithmeticOptions options{.seed = 5, .difficulty_min = 1, .difficulty_max = 1, .families = {ArithmeticFamily::add}};

@@ -8,6 +8,7 @@
 #include "core/rng.h"
 #include "model/stack.h"
 #include "model/tensor_parallel.h"
+#include "parallel/testing.h"
 #include "rl/memory.h"
 #include "rl/peers.h"
 #include "rl/traffic.h"
@@ -373,28 +374,5 @@ INSTANTIATE_TEST_SUITE_P(Layouts, TrafficOf, ::testing::ValuesIn(cases_of_this_w
 }  // namespace lockstep
 
 int main(int argc, char** argv) {
-  lockstep::Result<std::unique_ptr<lockstep::RankWorld>> started = lockstep::RankWorld::start({.deadline_s = 120});
-  if (!started) {
-    std::fprintf(stderr, "%s\n", started.message().c_str());
-    return 1;
-  }
-  std::unique_ptr<lockstep::RankWorld> world = started.take();
-  lockstep::world = world.get();
-  ::testing::InitGoogleTest(&argc, argv);  // asks which layouts there are
-  // One rank reports; the others name what failed.
-  ::testing::TestEventListeners& listeners = ::testing::UnitTest::GetInstance()->listeners();
-  struct Failures : ::testing::EmptyTestEventListener {
-    void OnTestPartResult(const ::testing::TestPartResult& r) override {
-      if (!r.failed()) return;
-      std::fprintf(stderr, "rank %d: %s:%d: %s\n", lockstep::world->rank(), r.file_name(), r.line_number(), r.message());
-    }
-  };
-  if (world->rank() != 0) {
-    delete listeners.Release(listeners.default_result_printer());
-    listeners.Append(new Failures);
-  }
-  const int result = RUN_ALL_TESTS();
-  const bool failed = world->all().any(result != 0, "result");
-  world->finish();
-  return failed ? 1 : 0;
+  return lockstep::testing::run_on_ranks(argc, argv, &lockstep::world);
 }

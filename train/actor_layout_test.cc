@@ -11,7 +11,9 @@
 #include <map>
 
 #include "core/rng.h"
+#include "model/testing.h"
 #include "ops/testing.h"
+#include "parallel/testing.h"
 #include "train/actor.h"
 #include "train/optimizer.h"
 
@@ -50,27 +52,8 @@ const std::vector<Case> kCases = {
 };
 
 ModelConfig tiny_config() {
-  ModelConfig m;
-  m.vocab_size = 40;
-  m.hidden_size = 32;
-  m.num_heads = 4;
-  m.head_dim = 16;
-  m.rope_dim = 8;
-  m.q_rank = 16;
-  m.o_groups = 2;
-  m.o_rank = 16;
-  m.window = 5;
-  m.index_heads = 2;
-  m.index_head_dim = 16;
-  m.index_topk = 2;
-  m.num_experts = 4;
-  m.experts_per_token = 2;
-  m.expert_dim = 16;
+  ModelConfig m = testing::tiny_config();
   m.routed_scale = 1.5f;
-  m.swiglu_limit = 10.0f;
-  m.sinkhorn_iters = 4;
-  m.max_positions = 64;
-  m.initializer_range = 0.1f;
   m.layers = {{AttentionKind::swa, 0, true},
               {AttentionKind::csa, 4, false},
               {AttentionKind::hca, 8, false},
@@ -414,28 +397,5 @@ INSTANTIATE_TEST_SUITE_P(Layouts, ActorLayout, ::testing::ValuesIn(cases_of_this
 }  // namespace lockstep
 
 int main(int argc, char** argv) {
-  lockstep::Result<std::unique_ptr<lockstep::RankWorld>> started = lockstep::RankWorld::start({.deadline_s = 120});
-  if (!started) {
-    std::fprintf(stderr, "%s\n", started.message().c_str());
-    return 1;
-  }
-  std::unique_ptr<lockstep::RankWorld> world = started.take();
-  lockstep::world = world.get();
-  ::testing::InitGoogleTest(&argc, argv);  // asks which layouts there are
-  // One rank reports; the others name what failed.
-  ::testing::TestEventListeners& listeners = ::testing::UnitTest::GetInstance()->listeners();
-  struct Failures : ::testing::EmptyTestEventListener {
-    void OnTestPartResult(const ::testing::TestPartResult& r) override {
-      if (!r.failed()) return;
-      std::fprintf(stderr, "rank %d: %s:%d: %s\n", lockstep::world->rank(), r.file_name(), r.line_number(), r.message());
-    }
-  };
-  if (world->rank() != 0) {
-    delete listeners.Release(listeners.default_result_printer());
-    listeners.Append(new Failures);
-  }
-  const int result = RUN_ALL_TESTS();
-  const bool failed = world->all().any(result != 0, "result");
-  world->finish();
-  return failed ? 1 : 0;
+  return lockstep::testing::run_on_ranks(argc, argv, &lockstep::world);
 }

@@ -18,6 +18,7 @@
 
 #include "core/rng.h"
 #include "io/file.h"
+#include "model/testing.h"
 #include "ops/testing.h"
 #include "train/loss.h"
 #include "train/optimizer.h"
@@ -43,27 +44,11 @@ namespace lockstep {
 namespace {
 
 ModelConfig tiny_config() {
-  ModelConfig m;
-  m.vocab_size = 40;
-  m.hidden_size = 32;
-  m.num_heads = 4;
-  m.head_dim = 16;
-  m.rope_dim = 8;
-  m.q_rank = 16;
-  m.o_groups = 2;
-  m.o_rank = 16;
-  m.window = 5;
-  m.index_heads = 2;
-  m.index_head_dim = 16;
-  m.index_topk = 2;
+  ModelConfig m = testing::tiny_config();
   m.num_experts = 6;
-  m.experts_per_token = 2;
-  m.expert_dim = 16;
   m.routed_scale = 1.5f;
-  m.swiglu_limit = 10.0f;
   m.max_positions = 256;
-  m.initializer_range = 0.1f;
-  m.layers = {{AttentionKind::swa, 0, true}, {AttentionKind::csa, 4, false}, {AttentionKind::hca, 8, false}};
+  m.sinkhorn_iters = 20;
   return m;
 }
 
