@@ -297,8 +297,9 @@ bool Server::stop(std::chrono::milliseconds limit) {
   bool ended = generator_.drain(limit);
   if (!ended) generator_.abort_all();
   generator_.drain(std::chrono::milliseconds(1000));  // a pause or update that waits ends with them
-  // Answers that have ended are still being written.
-  while (http_->answering > 0 && std::chrono::steady_clock::now() < until + std::chrono::seconds(1)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  // Answers that have ended are still being written; a client that does not read them is not waited for longer than this.
+  constexpr std::chrono::seconds kLastWords{10};
+  while (http_->answering > 0 && std::chrono::steady_clock::now() < until + kLastWords) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   http_->server.stop();
   thread_.join();
   return ended;
