@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <string_view>
 
 #include <fmt/core.h>
 
@@ -169,6 +170,12 @@ TEST_F(CommandLine, Ranks) {
   EXPECT_FALSE(fs::exists(path("run")));
   expect(lockstep("train run.toml --set parallel.dp=1"), 0, "steps 0 to 1");
   expect(lockstep("stall run"), 2, "run holds no flight records");
+  expect(lockstep("eval --checkpoint gone --data data/eval.jsonl"), 2, "gone: there is no such checkpoint or run");
+  expect(lockstep("train run.toml --set run.dir=other --set model.config= --set model.init=gone"), 2, "model.init is gone, which is no directory");
+  if (std::string_view(MPIRUN_COMMAND).empty()) return;
+  for (const char* writes : {"convert run out --to bf16", "export run out", "synth " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json out"})
+    expect(lockstep(writes, MPIRUN_COMMAND " -n 2"), 2, "is for one process and 2 were started");
+  EXPECT_FALSE(fs::exists(path("out")));
 }
 
 TEST_F(CommandLine, Tokenize) {
