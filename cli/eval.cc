@@ -159,7 +159,7 @@ int run_on(RankWorld& world, const Result<ResolvedConfig>& config, const EvalArg
   const RunConfig& c = config.value().values;
 
   Console console(speaks);
-  if (const Status s = peers.same_settings(config_toml(c) + "--out " + args.out); !s) return console.fail(s);
+  if (const Status s = peers.same_settings(fmt::format("--out \"{}\"\n{}", args.out, config_toml(c))); !s) return console.fail(s);
   if (!args.out.empty()) {
     if (const Status s = world.record_in(args.out); !s) return console.fail(s);
   }

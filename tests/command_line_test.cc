@@ -250,6 +250,10 @@ TEST_F(CommandLine, Plan) {
   expect(large, 1, "suggested trainer: ");
   expect(lockstep(flash + "--json --offload-optimizer --recompute"), 0, "\"parameters\":284332240471");
 
+  prepare();
+  expect(lockstep("plan run.toml --device cpu --ranks 2 --pp 2 --set parallel.stages=1,3"), 0, "dp 1; layers 1,3;");
+  expect(lockstep("plan run.toml --device cpu --ranks 2 --pp 2 --set parallel.stages=1,4"), 2, "parallel.stages is \"1,4\"");
+
   expect(lockstep("plan --device mi355"), 2, "--device mi355: not a known device, did you mean mi355x?");
   expect(lockstep("plan --model none.json"), 2, "neither flash nor pro");
   expect(lockstep("plan --model flash --ranks 6 --pp 4"), 2, "trainer: parallel: tp 1 x pp 4 = 4 does not divide the 6 ranks that were started; nearest layouts for 6 ranks:");
