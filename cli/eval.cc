@@ -159,7 +159,10 @@ int run_on(RankWorld& world, const Result<ResolvedConfig>& config, const EvalArg
   const RunConfig& c = config.value().values;
 
   Console console(speaks);
-  if (const Status s = peers.same(checksum(config_toml(c)), "settings"); !s) return console.fail(s);
+  if (const Status s = peers.same_settings(fmt::format("--out \"{}\"\n{}", args.out, config_toml(c))); !s) return console.fail(s);
+  if (!args.out.empty()) {
+    if (const Status s = world.record_in(args.out); !s) return console.fail(s);
+  }
   PolicyUse use{.seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads)};
   use.engine.max_running = c.rollout.max_running;
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;

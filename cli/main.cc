@@ -198,7 +198,7 @@ int run(int argc, char** argv) {
   k->add_option("DST", converted.directory, "Directory to make; appears whole or not at all")->required();
   k->add_option("--to", converted.layout, "The layout")->required()->check(layouts);
   add_shard_size(k, converted.shard_bytes);
-  k->callback([&] { exit_code = convert_command(converted); });
+  k->callback([&] { exit_code = run_alone("convert", [&] { return convert_command(converted); }); });
 
   SynthArgs synth;
   CLI::App* y = app.add_subcommand("synth", "Write a checkpoint with random weights for any config.json");
@@ -210,7 +210,7 @@ int run(int argc, char** argv) {
   add_shard_size(y, synth.shard_bytes);
   y->callback([&] {
     if (synth.directory.empty() && !synth.headers_only) throw CLI::RequiredError("DST");
-    exit_code = synth_command(synth);
+    exit_code = run_alone("synth", [&] { return synth_command(synth); });
   });
 
   TokenizeArgs tokenize;

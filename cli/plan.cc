@@ -7,6 +7,7 @@
 #include "cli/console.h"
 #include "cli/known_models.h"
 #include "cli/names.h"
+#include "rl/layouts.h"
 #include "rl/run_plan.h"
 
 namespace lockstep {
@@ -79,6 +80,11 @@ Result<PlanInput> read_input(const PlanArgs& a) {
   p.rollout_ranks = static_cast<int>(a.rollout_ranks);
   p.train = {.tp = static_cast<int>(parallel.tp), .pp = static_cast<int>(parallel.pp), .ep = static_cast<int>(parallel.ep), .dp = static_cast<int>(parallel.dp)};
   p.rollout = {.tp = static_cast<int>(std::max<int64_t>(1, parallel.rollout_tp)), .ep = static_cast<int>(parallel.rollout_ep > 0 ? parallel.rollout_ep : parallel.ep)};
+  if (!parallel.stages.empty()) {
+    Result<StageLayers> stages = listed_stages(parallel.stages, p.train.pp, p.model.num_layers());
+    if (!stages) return stages.status();
+    p.stages = stages.take();
+  }
   if (p.prompts * p.samples < 1) return errorf("{} prompts of {} samples", p.prompts, p.samples);
   return p;
 }

@@ -170,18 +170,19 @@ Result<StageLayers> split_layers(std::span<const int64_t> counts, int pp, int64_
     return s;
   }());
   if (static_cast<int64_t>(counts.size()) != pp)
-    return errorf("parallel.stage_layers: {} names {} stages, but pp is {}", list, counts.size(), pp);
+    return errorf("{} names {} stages, but pp is {}", list, counts.size(), pp);
   StageLayers stages;
   int64_t begin = 0;
   for (int s = 0; s < pp; ++s) {
-    if (counts[s] < 0) return errorf("parallel.stage_layers: {}: a count below 0", list);
+    if (counts[s] < 0) return errorf("{}: a count below 0", list);
     if (counts[s] == 0 && s > 0 && s < pp - 1)
-      return errorf("parallel.stage_layers: {}: stage {} would hold nothing; only the first and the last may be without layers",
+      return errorf("{}: stage {} would hold nothing; only the first and the last may be without layers",
                     list, s);
+    if (counts[s] > layers - begin) return errorf("{} has more than the {} layers of the model", list, layers);
     stages.push_back({begin, begin + counts[s]});
     begin += counts[s];
   }
-  if (begin != layers) return errorf("parallel.stage_layers: {} adds up to {} layers, the model has {}", list, begin, layers);
+  if (begin != layers) return errorf("{} adds up to {} layers, the model has {}", list, begin, layers);
   return stages;
 }
 

@@ -204,7 +204,9 @@ TEST(SplitLayers, ByList) {
     return split_layers(c, pp, layers).status().message();
   };
   EXPECT_NE(message({2, 3}, 3, 5).find("[2, 3] names 2 stages, but pp is 3"), std::string::npos);
-  EXPECT_NE(message({2, 3, 2}, 3, 6).find("adds up to 7 layers, the model has 6"), std::string::npos);
+  EXPECT_NE(message({2, 3, 2}, 3, 6).find("[2, 3, 2] has more than the 6 layers of the model"), std::string::npos);
+  EXPECT_NE(message({2, 1, 2}, 3, 6).find("adds up to 5 layers, the model has 6"), std::string::npos);
+  EXPECT_NE(message({INT64_MAX, INT64_MAX, 8}, 3, 6).find("more than the 6 layers"), std::string::npos) << "their sum wraps around to 6";
   EXPECT_NE(message({3, 0, 3}, 3, 6).find("stage 1 would hold nothing"), std::string::npos);
   EXPECT_NE(message({3, -1, 4}, 3, 6).find("below 0"), std::string::npos);
 }

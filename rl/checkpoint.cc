@@ -68,6 +68,17 @@ Status write_checksums(const std::string& directory, int ranks, std::span<const 
   return atomic_write(directory + "/" + kChecksumFile, line.str() + "\n");
 }
 
+// A list that lost its names would verify nothing.
+Status check_names_all(const std::string& directory, const JsonValue& sums, bool with_optimizer, std::string_view advice) {
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename().string();
+    const bool holds_numbers = name.starts_with(kMastersStem) || (with_optimizer && name.starts_with(kOptimizerStem));
+    if (holds_numbers && sums.find(name) == nullptr) return errorf("{}/{} has no checksum of {}; {}", directory, kChecksumFile, name, advice);
+  }
+  return error ? errorf("cannot list {}: {}", directory, error.message()) : Status::ok();
+}
+
 // Every `ranks`-th file of the list, beginning with that of the rank's number.
 Status verify_checksums(const std::string& directory, bool with_optimizer, int rank, int ranks, std::string_view advice) {
   const std::string path = directory + "/" + kChecksumFile;
@@ -75,6 +86,7 @@ Status verify_checksums(const std::string& directory, bool with_optimizer, int r
   if (!text) return errorf("{}; {}", text.message(), advice);
   Result<JsonValue> sums = parse_json(text.value());
   if (!sums) return errorf("{}: {}; {}", path, sums.message(), advice);
+  if (rank == 0) LOCKSTEP_RETURN_IF_ERROR(check_names_all(directory, sums.value(), with_optimizer, advice));
   int place = 0;
   for (const auto& [name, wanted] : sums.value().members) {
     if (!with_optimizer && name.starts_with(kOptimizerStem)) continue;

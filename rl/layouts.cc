@@ -26,14 +26,18 @@ Result<std::vector<int64_t>> parse_counts(const std::string& text) {
 
 Result<StageLayers> stages_of(const ParallelOptions& options, const ModelConfig& config, int64_t length, int pp) {
   if (options.stages.empty()) return balance_layers(stage_costs(config, length), pp);
-  const Result<std::vector<int64_t>> counts = parse_counts(options.stages);
-  if (!counts) return counts.status();
-  Result<StageLayers> stages = split_layers(counts.value(), pp, config.num_layers());
-  if (!stages) return errorf("parallel.stages is \"{}\": {}", options.stages, stages.message());
-  return stages;
+  return listed_stages(options.stages, pp, config.num_layers());
 }
 
 }  // namespace
+
+Result<StageLayers> listed_stages(const std::string& text, int pp, int64_t layers) {
+  const Result<std::vector<int64_t>> counts = parse_counts(text);
+  if (!counts) return counts.status();
+  Result<StageLayers> stages = split_layers(counts.value(), pp, layers);
+  if (!stages) return errorf("parallel.stages is \"{}\": {}", text, stages.message());
+  return stages;
+}
 
 Result<Layouts> resolve_layouts(const ParallelOptions& o, const ModelConfig& config, int64_t length, int ranks) {
   Layouts layouts;

@@ -28,6 +28,9 @@ struct Layouts {
 // Pure. `length` is that of a sequence, for which stages are balanced. An error names the setting and lists the nearest layouts.
 Result<Layouts> resolve_layouts(const ParallelOptions& options, const ModelConfig& config, int64_t length, int ranks);
 
+// The stages that parallel.stages lists, of `layers` layers.
+Result<StageLayers> listed_stages(const std::string& text, int pp, int64_t layers);
+
 // What every rank of a run has.
 struct RunGroups {
   Layouts layouts;

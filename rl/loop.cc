@@ -141,7 +141,7 @@ class Loop {
 };
 
 Status Loop::open(bool resume) {
-  LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(config_.resolved), "settings"));
+  LOCKSTEP_RETURN_IF_ERROR(peers_.same_settings(config_.resolved));
   LOCKSTEP_RETURN_IF_ERROR(make_layouts());
   LOCKSTEP_RETURN_IF_ERROR(peers_.agree(load_inputs(peers_.threads(config_.run.threads)), "inputs"));
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(state_.rows), "data rows"));

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <numeric>
+#include <sstream>
 #include <thread>
 
 #include <xxhash.h>
@@ -47,6 +48,18 @@ std::vector<Completion> read_words(std::span<const int32_t> words) {
   return completions;
 }
 
+// Of two different texts: "[optimizer] lr = 1e-3, there lr = 2e-4".
+std::string first_difference(const std::string& here, const std::string& there) {
+  std::istringstream a(here), b(there);
+  std::string section;
+  while (true) {
+    std::string x, y;
+    const bool more = !!std::getline(a, x), more_there = !!std::getline(b, y);
+    if (x.starts_with('[')) section = x + " ";
+    if (x != y || !more || !more_there) return fmt::format("{}{}, there {}", section, x, y);
+  }
+}
+
 // The samples that `engine` runs, as requests.
 std::vector<Request> samples_of(std::span<const Request> requests, int engines, int engine) {
   int64_t total = 0, first = 0;
@@ -82,6 +95,13 @@ Status Peers::same(uint64_t value, const char* what, int64_t kind) const {
                   std::bit_cast<uint64_t>(all[2 * first + 1]));
   }
   return Status::ok();
+}
+
+Status Peers::same_settings(const std::string& mine) const {
+  if (alone()) return Status::ok();
+  std::string first = mine;
+  tell(&first, "settings");
+  return agree(mine == first ? Status::ok() : errorf("other settings than rank 0: {}", first_difference(mine, first)), "settings");
 }
 
 uint64_t Peers::sum(uint64_t mine, const char* what) const {

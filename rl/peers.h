@@ -36,6 +36,8 @@ class Peers {
   Status agree(const Status& mine, Purpose p) const;
   // An error that names the first rank whose `value` is not that of the first rank of its kind. `what` is a plural, and a literal: "weights".
   Status same(uint64_t value, const char* what, int64_t kind = 0) const;
+  // An error that names the first rank whose settings, as TOML, are not those of rank 0, and the first line that differs.
+  Status same_settings(const std::string& mine) const;
   // All ranks' values added, modulo 2^64.
   uint64_t sum(uint64_t mine, const char* what) const;
   // Rank 0's text, to all.

@@ -104,6 +104,8 @@ Result<ModelConfig> find_model_config(const PolicyOptions& options) {
     return load_model_config(is_directory(options.config) ? options.config + "/" + kConfigFile : options.config);
   }
   if (is_directory(options.init)) return load_model_config(options.init + "/" + kConfigFile);
+  if (options.init != kRandom)
+    return errorf("model.init is {}, which is no directory; if it was a checkpoint, its run has deleted it since, as it keeps run.keep_checkpoints", options.init);
   return errorf("model.config is empty and model.init is {}; name a config.json, or a checkpoint directory that holds one",
                 options.init);
 }

@@ -73,7 +73,8 @@ class Planner {
             .output_groups = p_.model.o_groups};
   }
   StageLayers stages(const Layout& layout, bool train) const {
-    return train ? balance_layers(costs_, layout.pp) : StageLayers{{0, p_.model.num_layers()}};
+    if (!train) return {{0, p_.model.num_layers()}};
+    return p_.stages.empty() || layout.pp != p_.train.pp ? balance_layers(costs_, layout.pp) : p_.stages;
   }
 
   struct Side {

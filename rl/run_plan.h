@@ -39,6 +39,7 @@ struct PlanInput {
   int ranks = 1;          // of the trainer
   int rollout_ranks = 0;  // of the sampler; 0: the trainer's
   Layout train, rollout;  // dp 0: what the ranks allow
+  StageLayers stages;     // of layouts with the pp of `train`; empty: balanced
   Numerics numerics = Numerics::bf16;
   bool rollout_fp8 = false;  // else as the trainer
   int64_t prompts = 32, samples = 8, prompt_tokens = 1024, response_tokens = 4096;

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <string_view>
 
 #include <fmt/core.h>
 
@@ -238,6 +239,12 @@ TEST_F(CommandLine, Ranks) {
   EXPECT_FALSE(fs::exists(path("run")));
   expect(lockstep("train run.toml --set parallel.dp=1"), 0, "steps 0 to 1");
   expect(lockstep("stall run"), 2, "run holds no flight records");
+  expect(lockstep("eval --checkpoint gone --data data/eval.jsonl"), 2, "gone: there is no such checkpoint or run");
+  expect(lockstep("train run.toml --set run.dir=other --set model.config= --set model.init=gone"), 2, "model.init is gone, which is no directory");
+  if (std::string_view(MPIRUN_COMMAND).empty()) return;
+  for (const char* writes : {"convert run out --to bf16", "export run out", "synth " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json out"})
+    expect(lockstep(writes, MPIRUN_COMMAND " -n 2"), 2, "is for one process and 2 were started");
+  EXPECT_FALSE(fs::exists(path("out")));
 }
 
 TEST_F(CommandLine, Tokenize) {
@@ -311,6 +318,10 @@ TEST_F(CommandLine, Plan) {
   expect(large, 1, "--offload-optimizer takes");
   expect(large, 1, "suggested trainer: ");
   expect(lockstep(flash + "--json --offload-optimizer --recompute"), 0, "\"parameters\":284332240471");
+
+  prepare();
+  expect(lockstep("plan run.toml --device cpu --ranks 2 --pp 2 --set parallel.stages=1,3"), 0, "dp 1; layers 1,3;");
+  expect(lockstep("plan run.toml --device cpu --ranks 2 --pp 2 --set parallel.stages=1,4"), 2, "parallel.stages is \"1,4\"");
 
   expect(lockstep("plan --device mi355"), 2, "--device mi355: not a known device, did you mean mi355x?");
   expect(lockstep("plan --model none.json"), 2, "neither flash nor pro");

@@ -324,6 +324,13 @@ TEST_F(ShardedSave, HoldsEveryRanksFilesAndTheirChecksums) {
   world->all().barrier("damaged");
   const Status damaged = Peers(world).agree(check_checkpoint(newest, world->rank(), world->size()), "checksums");
   EXPECT_NE(damaged.message().find(file + " is damaged"), std::string::npos) << damaged.message();
+
+  // A list without the file's name does not count as a list that the file agrees with.
+  world->all().barrier("read");
+  if (first()) std::ofstream(newest + "/checksums.json") << "{}\n";
+  world->all().barrier("emptied");
+  const Status unnamed = Peers(world).agree(check_checkpoint(newest, world->rank(), world->size()), "checksums");
+  EXPECT_NE(unnamed.message().find("checksums.json has no checksum of masters"), std::string::npos) << unnamed.message();
 }
 
 TEST_F(ShardedSave, AFullDiskOfOneRankLeavesNoHalfCheckpoint) {
@@ -383,10 +390,10 @@ TEST_F(DataParallel, RanksThatDifferAreNamed) {
   EXPECT_TRUE(same.message().starts_with(fmt::format("rank {} has other weights than rank 0", last))) << same.message();
 
   LoopConfig config = loop_config("run", 1);
-  config.resolved = world->rank() == 0 ? "a" : "b";
+  config.resolved = world->rank() == 0 ? "[run]\nseed = 1\n[optimizer]\nlr = 1\n" : "[run]\nseed = 1\n[optimizer]\nlr = 2\n";
   const Result<LoopReport> report = run_loop(config, false, Hooks(), world);
   ASSERT_FALSE(report.is_ok());
-  EXPECT_NE(report.message().find("other settings"), std::string::npos) << report.message();
+  EXPECT_EQ(report.message(), "rank 1: other settings than rank 0: [optimizer] lr = 2, there lr = 1");
 }
 
 }  // namespace
