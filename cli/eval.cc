@@ -169,7 +169,7 @@ int run_on(RankWorld& world, const Result<ResolvedConfig>& config, const EvalArg
   if (const Status s = peers.agree(layouts.status(), "layouts"); !s) return console.fail(s);
   std::optional<RunGroups> groups;
   if (!peers.alone()) {
-    groups.emplace(make_run_groups(world, layouts.value(), model.value(), c.model.numerics));
+    groups.emplace(make_run_groups(world, layouts.value(), model.value(), c.model.numerics, c.model.sampler_numerics()));
     use.ranks = &*groups;
     use.threads = peers.threads(c.run.threads);
     peers = Peers(&world, &groups->rollout);

@@ -59,6 +59,9 @@ constexpr std::string_view kAdvantageWords[] = {"grpo", "dr_grpo", "rloo", "batc
 constexpr std::string_view kAggregationWords[] = {"token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
                                                   "seq_mean_token_sum_norm", "token_sum"};
 constexpr std::string_view kKlWords[] = {"none", "k1", "k2", "k3"};
+constexpr std::string_view kSamplerNumericsWords[] = {"same", "f32", "bf16", "fp8", "fp4"};
+constexpr std::string_view kTisWords[] = {"none", "token", "sequence"};
+constexpr std::string_view kReplayWords[] = {"none", "routing", "routing+index"};
 constexpr std::string_view kScheduleWords[] = {"constant", "cosine"};
 
 const std::vector<Setting>& rows() {
@@ -108,7 +111,7 @@ const std::vector<Setting>& rows() {
        "A tokenizer.json of a released model, a tokenizer_lockstep.json, or the directory of one; the word bytes for one id a byte; empty to take the one beside the checkpoint "
        "or config.json, or bytes if there is none."},
       {"model.numerics", choice<FIELD(model.numerics)>(kNumericsWords), "", "bf16", 0, 0,
-       "Arithmetic of sampler and trainer alike; sums and gradients are f32. bf16: weights and activations in it. fp8: the large layers "
+       "Arithmetic of the trainer, and without rollout.numerics of the sampler; sums and gradients are f32. bf16: weights and activations in it. fp8: the large layers "
        "multiply 8-bit codes of both, the rest is bf16; half the weights' memory. fp4: fp8 with experts' weights in 4 bits. f32 is "
        "slower and for tests."},
       {"model.kv_fp8", +FIELD(model.kv_fp8), "", "false", 0, 0,
@@ -177,6 +180,9 @@ const std::vector<Setting>& rows() {
        "Samples decoding at once. More is faster until memory or cores are full."},
       {"rollout.max_batch_tokens", +FIELD(rollout.max_batch_tokens), "tokens", "1024", 1, kMaxTokens,
        "Rows of one forward, prompt chunks included. Raise for long prompts."},
+      {"rollout.numerics", choice<FIELD(model.sampler)>(kSamplerNumericsWords), "", "same", 0, 0,
+       "Arithmetic of the sampler alone; same is model.numerics, whose log-probs the trainer then must meet bit for bit. fp8 or fp4 beside a trainer in bf16 "
+       "samples with quantised weights, made anew from the masters after each step: the gap is measured, and train.tis and train.replay answer it."},
 
       {"train.advantage", choice<FIELD(train.advantage)>(kAdvantageWords), "", "grpo", 0, 0,
        "Rewards to advantages: grpo divides the group's deviation by its spread, dr_grpo does not, rloo leaves the sample out of "
@@ -194,6 +200,16 @@ const std::vector<Setting>& rows() {
        "The policy ratio is clipped above at 1 + this."},
       {"train.dual_clip", +FIELD(train.loss.dual_clip), "", "0.0", 0, kMaxReal,
        "Bounds the loss of tokens with negative advantage at this times the advantage; above 1, or 0 for off."},
+      {"train.tis", choice<FIELD(train.loss.tis)>(kTisWords), "", "none", 0, 0,
+       "Truncated importance sampling: policy losses times exp(trainer's - sampler's log-prob), of each token or summed over the response. Changes nothing where the "
+       "two are equal."},
+      {"train.tis_low", +FIELD(train.loss.tis_low), "", "0.0", 0, 1, "Least such weight."},
+      {"train.tis_high", +FIELD(train.loss.tis_high), "", "2.0", 1, kMaxReal, "Largest such weight."},
+      {"train.tis_mask_low", +FIELD(train.loss.tis_mask_low), "", "0.0", 0, 1, "With tis_mask_high: tokens, or responses, whose weight is below lose their policy loss."},
+      {"train.tis_mask_high", +FIELD(train.loss.tis_mask_high), "", "0.0", 0, kMaxReal, "Likewise above; at least 1, or 0 for no mask."},
+      {"train.replay", choice<FIELD(train.replay)>(kReplayWords), "", "none", 0, 0,
+       "The trainer repeats what a sampler of other numerics chose: the experts of every token, and with routing+index the entries that sparse attention reads. "
+       "Costs one more forward a step."},
       {"train.kl", choice<FIELD(train.loss.kl)>(kKlWords), "", "none", 0, 0,
        "Estimator of the KL divergence from the initial weights, added to the loss. Costs one more forward a step."},
       {"train.kl_coef", +FIELD(train.loss.kl_coef), "", "0.0", 0, kMaxReal, "Its weight."},
@@ -648,6 +664,17 @@ Status check_config(const ResolvedConfig& config) {
   if (c.train.loss.dual_clip != 0 && c.train.loss.dual_clip <= 1) {
     return setting_error(config, "train.dual_clip", "it must be above 1, or 0 for off");
   }
+  if (c.train.loss.tis_mask_high != 0 && c.train.loss.tis_mask_high < 1)
+    return setting_error(config, "train.tis_mask_high", "a weight of 1 must pass; use at least 1, or 0 for no mask");
+  if (c.train.loss.tis_mask_low != 0 && c.train.loss.tis_mask_high == 0)
+    return setting_error(config, "train.tis_mask_low", "without train.tis_mask_high nothing is masked; set it, or leave this 0");
+  if (c.train.loss.tis == TisKind::none && c.train.loss.tis_mask_high != 0)
+    return setting_error(config, "train.tis_mask_high", "the mask looks at the weights of train.tis; choose token or sequence there");
+  if (c.train.replay != ReplayKind::none && c.model.exact())
+    return setting_error(config, "train.replay", "trainer and sampler have the same numerics and choose alike; set rollout.numerics, or none");
+  if (!can_follow(c.model.numerics, c.model.sampler_numerics()))
+    return setting_error(config, "rollout.numerics",
+                         fmt::format("it cannot be made from model.numerics = {}; a trainer in bf16 goes with a sampler in bf16, fp8 or fp4", numerics_name(c.model.numerics)));
   if (c.train.loss.aggregation == Aggregation::seq_mean_token_sum_norm && c.train.loss.norm_length <= 0) {
     return setting_error(config, "train.norm_length",
                          "seq_mean_token_sum_norm needs a length above 0, usually rollout.max_new_tokens");

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "model/linear.h"
 #include "model/tensor_parallel.h"
@@ -176,7 +177,13 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
   }
   if (l.attention == AttentionKind::csa) {
     saved.selected = keep.tensor(DType::i32, {T, m.selected_columns(l.ratio)}, "attn.selected");
-    select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected, tp, model.cache.index_fp4);
+    if (model.replay != nullptr && !model.replay->entries.empty()) {
+      const ConstTensorView& chosen = model.replay->entries[static_cast<size_t>(layer)];
+      CHECK(chosen.shape == saved.selected.shape, "entries chosen for {}, there are {}", chosen.shape.str(), saved.selected.shape.str());
+      std::memcpy(saved.selected.data, chosen.data, chosen.bytes());
+    } else {
+      select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected, tp, model.cache.index_fp4);
+    }
     probe("attn.selected", saved.selected);
   }
 

@@ -1,5 +1,7 @@
 #include "model/moe_layer.h"
 
+#include <numeric>
+
 #include "model/expert_exchange.h"
 #include "model/experts.h"
 #include "model/linear.h"
@@ -21,7 +23,12 @@ void moe_layer_forward(Context& c, const Model& model, int layer, const Sequence
   saved.ids = keep.tensor(DType::i32, {T, K}, "moe.ids");
   saved.weight = keep.tensor(DType::f32, {T, K}, "moe.weight");
   matmul(c, saved.z, u, w.gate);
-  if (l.hash_routed) {
+  if (model.replay != nullptr) {  // row t of the choices, as if they were a table
+    const ArenaScope scope(*c.workspace);
+    const TensorView row = c.workspace->tensor(DType::i32, {T}, "moe.row");
+    std::iota(row.ptr<int32_t>(), row.ptr<int32_t>() + T, 0);
+    route_hashed(c, saved.ids, saved.weight, saved.z, row, model.replay->experts[static_cast<size_t>(layer)], m.routed_scale);
+  } else if (l.hash_routed) {
     route_hashed(c, saved.ids, saved.weight, saved.z, batch.tokens, w.tid2eid.rows, m.routed_scale);
   } else {
     route_scored(c, saved.ids, saved.weight, saved.z, w.gate_bias.rows, m.routed_scale);

@@ -28,11 +28,18 @@ RopeTables make_rope_tables(const ModelConfig& config, int64_t positions, Arena&
 // "attn.q" and "attn.o" are of the rank's heads.
 using Probe = std::function<void(int layer, std::string_view point, ConstTensorView rows)>;
 
+// What a forward chose for the rows of one call, by layer of the whole model.
+struct Choices {
+  std::vector<ConstTensorView> experts;  // [T, K] i32, ascending
+  std::vector<ConstTensorView> entries;  // [T, k] i32 as index_select gives them, csa layers; or no layers: not known
+};
+
 struct Model {
   const Weights* weights = nullptr;
   RopeTables rope;
   CacheRounding cache;  // what attention keeps rounded; index_fp4 REQUIRES: index_head_dim is a power of two
   const Probe* probe = nullptr;  // usually null
+  const Choices* replay = nullptr;  // taken instead of choosing; weights of experts are still computed here. Null: none
   RankGroup* tp = nullptr;       // share heads and vocabulary; null: alone
   RankGroup* ep = nullptr;       // share experts; null: alone
   int64_t exchange_rows = 1024;  // rows that an ep rank sends to another at a time: bounds the buffers (model/expert_exchange.h)

@@ -75,7 +75,7 @@ std::span<const Prompt> problems_asked(std::span<const Prompt> problems, const E
 
 Result<uint64_t> weights_key(const PolicyOptions& options, uint64_t seed) {
   namespace fs = std::filesystem;
-  std::string text = fmt::format("{}\n", static_cast<int>(options.numerics));
+  std::string text = fmt::format("{}\n", static_cast<int>(options.sampler_numerics()));
   std::error_code error;
   if (!options.config.empty()) {
     Result<std::string> config = read_file(fs::is_directory(options.config, error) ? options.config + "/config.json" : options.config);

@@ -59,11 +59,12 @@ int64_t RunGroups::trainer_twin() const {
   return std::find(trainer.shards.begin(), trainer.shards.end(), trainer_shard()) - trainer.shards.begin();
 }
 
-RunGroups make_run_groups(RankWorld& world, const Layouts& layouts, const ModelConfig& config, Numerics numerics) {
+RunGroups make_run_groups(RankWorld& world, const Layouts& layouts, const ModelConfig& config, Numerics train_numerics,
+                          Numerics rollout_numerics) {
   const Grid train(layouts.train), rollout(layouts.rollout);
   return {.layouts = layouts,
-          .trainer = placement_of(config, train, layouts.stages, numerics),
-          .sampler = placement_of(config, rollout, layouts.rollout_stages, numerics),
+          .trainer = placement_of(config, train, layouts.stages, train_numerics),
+          .sampler = placement_of(config, rollout, layouts.rollout_stages, rollout_numerics),
           .train = make_groups(world, train, "train"),
           .rollout = make_groups(world, rollout, "rollout")};
 }

@@ -39,6 +39,6 @@ struct RunGroups {
   int64_t trainer_twin() const;
 };
 // All ranks, with the same arguments.
-RunGroups make_run_groups(RankWorld& world, const Layouts& layouts, const ModelConfig& config, Numerics numerics);
+RunGroups make_run_groups(RankWorld& world, const Layouts& layouts, const ModelConfig& config, Numerics train, Numerics rollout);
 
 }  // namespace lockstep

@@ -7,8 +7,10 @@
 //   checkpoint          └──────────────── weights, version v + 1, swapped whole ────────────┘
 //
 // There are no queues: P * n trajectories are made, then all are trained on, so every token is of the version that is trained
-// (lag 0) and nothing waits for anything but the stage before it. Sampler and trainer read the same weights, or where their layouts
-// differ copies of the same version, which are taken at the end of the step; the step checks that they also computed the same log-probs, bit for bit, for every token that is trained.
+// (lag 0) and nothing waits for anything but the stage before it. Sampler and trainer read the same weights, or where their layouts or
+// numerics differ copies of the same version, which are taken at the end of the step. In an exact pair, of equal numerics, the step checks that they
+// also computed the same log-probs, bit for bit, for every token that is trained. In another pair it measures how far they are apart, old log-probs are the
+// trainer's own, and train.tis and train.replay say what is done about the rest.
 //
 // Many ranks: rollout and actor each share their work and hand everything to everyone, so that the stages between see whole
 // steps on every rank, and what they compute is the same everywhere. Only rank 0 writes.
@@ -150,8 +152,9 @@ Status Loop::open(bool resume) {
   LOCKSTEP_RETURN_IF_ERROR(same_weights());
   task_->restore(state_.cursor);
   report_.first_step = report_.last_step = state_.step;
-  hooks_.say(fmt::format("{}{} threads, {} numerics; {}", peers_.alone() ? "" : fmt::format("{} ranks of ", peers_.size()),
-                         policy_->context().num_threads(), numerics_name(config_.model.numerics), policy_->memory_report()));
+  hooks_.say(fmt::format("{}{} threads, {} numerics{}; {}", peers_.alone() ? "" : fmt::format("{} ranks of ", peers_.size()),
+                         policy_->context().num_threads(), numerics_name(config_.model.numerics),
+                         config_.model.exact() ? "" : fmt::format(", sampler in {}", numerics_name(config_.model.sampler_numerics())), policy_->memory_report()));
   return Status::ok();
 }
 
@@ -174,7 +177,7 @@ Status Loop::make_layouts() {
   LOCKSTEP_RETURN_IF_ERROR(peers_.agree(resolve(), "layouts"));
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(model_config_json(config.value())), "model configs"));
   if (peers_.alone()) return Status::ok();
-  groups_.emplace(make_run_groups(*peers_.world(), layouts, config.value(), config_.model.numerics));
+  groups_.emplace(make_run_groups(*peers_.world(), layouts, config.value(), config_.model.numerics, config_.model.sampler_numerics()));
   peers_ = Peers(peers_.world(), &groups_->rollout);
   return Status::ok();
 }
@@ -188,7 +191,7 @@ Status Loop::load_inputs(int threads) {
   use.engine.max_context = max_context();
   use.optimizer = c.optimizer;
   if (use.optimizer.total_steps == 0) use.optimizer.total_steps = c.run.steps * c.train.steps_per_rollout;
-  use.actor = {.max_tokens_per_microbatch = c.train.microbatch_tokens, .recompute = c.train.recompute};
+  use.actor = {.max_tokens_per_microbatch = c.train.microbatch_tokens, .recompute = c.train.recompute, .cache = {}, .replay = c.train.replay};
   use.ranks = groups_ ? &*groups_ : nullptr;
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (!policy) return policy.status();
@@ -281,7 +284,7 @@ Result<std::vector<Group>> Loop::rollout() {
 
 Result<std::vector<Completion>> Loop::sample(std::span<const Request> requests) {
   const int64_t step = state_.step + 1;
-  const std::string weights = fmt::format("{:016x} {} {}", weights_sum_, numerics_name(config_.model.numerics), policy_->weights().version());
+  const std::string weights = fmt::format("{:016x} {} {}", weights_sum_, numerics_name(config_.model.sampler_numerics()), policy_->weights().version());
   RolloutLog log(rollout_log_path(config_.run.dir, step), step, checksum(weights), requests, peers_.rank());
   std::vector<Completion> logged;
   if (step <= last_logged_step_) {
@@ -416,7 +419,7 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
       s.mask = t.mask;
       s.advantage = t.advantage;
       s.rollout_logprob = t.logprobs;
-      s.old_logprob = t.logprobs;  // the trainer's own, bit for bit: compare() below says so or the run stops
+      if (config_.model.exact()) s.old_logprob = t.logprobs;  // the trainer's own, bit for bit: compare() below says so or the run stops
       s.temperature = config_.rollout.temperature;
       report_.train_tokens += static_cast<int64_t>(s.tokens.size());
       samples.push_back(std::move(s));
@@ -436,10 +439,12 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   const size_t num_steps = std::min(static_cast<size_t>(o.steps_per_rollout), samples.size());
   const auto share = [&](size_t k) { return samples.size() * k / num_steps; };
   std::vector<TokenLogprobs> old;
-  const std::span<const TrainSample> later = std::span(samples).subspan(share(1));
+  const std::span<TrainSample> later = std::span(samples).subspan(share(1));
   if (!later.empty()) {
     old = policy_->actor().logprobs(later);
     LOCKSTEP_RETURN_IF_ERROR(compare(later, old));
+    if (!config_.model.exact())
+      for (size_t i = 0; i < later.size(); ++i) later[i].old_logprob = old[i].logprob;
   }
   logprob_seconds_ = logprob_watch.seconds();
 
@@ -475,10 +480,12 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
     metrics.emplace_back("rollout/entropy", entropy_sum / count);
   }
   add_gap_metrics(metrics, gaps);
+  if (!config_.model.exact()) add_gap_deciles(metrics, gaps);
   return Status::ok();
 }
 
 Status Loop::compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen) {
+  if (!config_.model.exact()) return Status::ok();
   const Comparison c = compare_logprobs(samples, seen);
   report_.compared_tokens += c.num_tokens;
   if (!c.first) return Status::ok();
@@ -515,6 +522,9 @@ Status Loop::record_sync(const Result<std::optional<SyncReceipt>>& receipt) {
                  .add("rounds", r.rounds)
                  .add("moved_bytes", r.moved_bytes)
                  .add("local_bytes", r.local_bytes)
+                 .add("quantized", r.quantized.elements)
+                 .add("saturated", r.quantized.saturated)
+                 .add("underflowed", r.quantized.underflowed)
                  .add("seconds", r.seconds)
                  .add("checksum", fmt::format("{:016x}", r.checksum))
                  .str()
@@ -572,7 +582,12 @@ Status Loop::run() {
     const double train_s = watch.lap();
 
     ++state_.step;
-    if (const Status s = record_sync(policy_->sync()); !s) return errorf("step {}: {}", state_.step, s.message());
+    const Result<std::optional<SyncReceipt>> receipt = policy_->sync();
+    if (const Status s = record_sync(receipt); !s) return errorf("step {}: {}", state_.step, s.message());
+    if (receipt.value() && is_quantized(config_.model.sampler_numerics())) {
+      metrics.emplace_back("sync/saturated", receipt.value()->quantized.saturated);
+      metrics.emplace_back("sync/underflowed", receipt.value()->quantized.underflowed);
+    }
     const double sync_s = watch.lap();
     state_.cursor = task_->cursor();
     report_.last_step = state_.step;

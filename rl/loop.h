@@ -55,6 +55,7 @@ struct TrainOptions {
   int64_t steps_per_rollout = 1;
   int64_t microbatch_tokens = 4096;
   bool recompute = false;
+  ReplayKind replay = ReplayKind::none;
 };
 
 struct LoopConfig {

@@ -131,6 +131,12 @@ void add_gap_metrics(Metrics& metrics, std::span<const GapSample> samples) {
   }
 }
 
+void add_gap_deciles(Metrics& metrics, std::span<const GapSample> samples) {
+  const std::array<std::optional<double>, 10> deciles = abs_diff_by_decile(samples);
+  for (size_t i = 0; i < deciles.size(); ++i)
+    if (deciles[i]) metrics.emplace_back(fmt::format("gap/decile_{}/logprob_abs_diff_tok", i), *deciles[i]);
+}
+
 double find_metric(const Metrics& metrics, const std::string& name) {
   for (const auto& [key, value] : metrics) {
     if (key == name) return value;

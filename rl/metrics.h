@@ -21,6 +21,7 @@ void add_train_metrics(Metrics& metrics, std::span<const StepMetrics> steps);
 void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups);
 // train/train_rollout_* and gap/: trainer against sampler.
 void add_gap_metrics(Metrics& metrics, std::span<const GapSample> samples);
+void add_gap_deciles(Metrics& metrics, std::span<const GapSample> samples);  // gap/decile_0 to 9: tenths of responses
 
 double find_metric(const Metrics& metrics, const std::string& name);  // NaN when absent
 // One line of metrics.jsonl.

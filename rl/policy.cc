@@ -61,17 +61,17 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
 
 // What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
 // that the system kills later. Activations come on top.
-Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler) {
+Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler, Numerics sampler_numerics) {
   const double owners = use.ranks == nullptr ? 1 : use.ranks->layouts.train.dp;
   double weights = 0, training = 0, state = 0;
-  const auto weight_bytes = [&](const TensorSpec& t) {
-    return static_cast<double>(t.stored_shape(numerics).elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(numerics))) * (t.has_panels() ? 2 : 1);
+  const auto weight_bytes = [&](const TensorSpec& t, Numerics n) {
+    return static_cast<double>(t.stored_shape(n).elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(n))) * (t.has_panels() ? 2 : 1);
   };
   if (sampler != nullptr)
-    for (const TensorSpec& t : tensor_table(m, *sampler)) weights += weight_bytes(t);
+    for (const TensorSpec& t : tensor_table(m, *sampler)) weights += weight_bytes(t, sampler_numerics);
   for (const TensorSpec& t : tensor_table(m, held)) {
     const auto elements = static_cast<double>(t.shape.elements());
-    weights += weight_bytes(t);
+    weights += weight_bytes(t, numerics);
     // Gradients of everything; master and two moments of what this rank owns.
     training += elements * sizeof(float) * (use.train && is_trained(t, use.optimizer) ? 1 + 3.0 / owners : 1);
   }
@@ -170,26 +170,38 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
                   config.value().index_head_dim);
   }
   // What this rank holds: in training, and where the sampler's layout is another one, for sampling.
-  const bool apart = ranks != nullptr && use.train && use.sample && ranks->trainer != ranks->sampler;
+  const Numerics numerics = use.train ? options.numerics : options.sampler_numerics();
+  const Shard whole = whole_shard(config.value());
+  const Placement trainer = ranks != nullptr ? ranks->trainer : Placement{.shards = {whole}, .numerics = options.numerics};
+  const Placement sampler = ranks != nullptr ? ranks->sampler : Placement{.shards = {whole}, .numerics = options.sampler_numerics()};
+  const bool apart = use.train && use.sample && trainer != sampler;
+  const Shard& sampled = ranks != nullptr ? ranks->sampler_shard() : whole;
   const Shard held = ranks == nullptr ? whole_shard(config.value()) : use.train ? ranks->trainer_shard() : ranks->sampler_shard();
-  if (apart && is_quantized(options.numerics)) {
-    return errorf("model.numerics {} with a sampler in another layout than the trainer is not built yet: weights then travel in pieces that codes and scales "
-                  "cannot be cut into; give both one layout, or use bf16",
-                  numerics_name(options.numerics));
+  if (apart && !can_follow(trainer.numerics, sampler.numerics)) {
+    return errorf("rollout.numerics is {}, which cannot be made from weights trained in model.numerics {}; a trainer in bf16 goes with a sampler in bf16, fp8 or fp4",
+                  numerics_name(sampler.numerics), numerics_name(trainer.numerics));
   }
-  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), options.numerics, use, held, apart ? &ranks->sampler_shard() : nullptr));
+  if (use.actor.replay != ReplayKind::none) {
+    if (!apart || trainer.shards != sampler.shards || held.layers.size() != config.value().num_layers())
+      return errorf("train.replay runs the sampler's weights over the trainer's rows: it needs rollout.numerics other than model.numerics, and one layout "
+                    "for both (parallel.pp 1, parallel.rollout_tp and rollout_ep as the trainer's)");
+    if (storage_dtype(trainer.numerics) != storage_dtype(sampler.numerics))
+      return errorf("train.replay: model.numerics {} keeps another dtype than rollout.numerics {}; use bf16 for the trainer", numerics_name(trainer.numerics),
+                    numerics_name(sampler.numerics));
+  }
+  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, use, held, apart ? &sampled : nullptr, sampler.numerics));
 
   std::unique_ptr<Policy> p(new Policy(num_threads(use.threads)));
   p->config_ = config.take();
   p->tokenizer_ = tokenizer.take();
   p->weights_arena_ = std::make_unique<Arena>("weights", kArenaReserve);
   p->rope_arena_ = std::make_unique<Arena>("rope tables", kArenaReserve);
-  p->weights_ = std::make_unique<Weights>(p->config_, options.numerics, held, *p->weights_arena_);
+  p->weights_ = std::make_unique<Weights>(p->config_, numerics, held, *p->weights_arena_);
   p->model_.weights = p->weights_.get();
   if (apart) {
-    p->sampler_weights_ = std::make_unique<Weights>(p->config_, options.numerics, ranks->sampler_shard(), *p->weights_arena_);
+    p->sampler_weights_ = std::make_unique<Weights>(p->config_, sampler.numerics, sampled, *p->weights_arena_);
     p->model_.weights = p->sampler_weights_.get();
-    p->transfer_ = std::make_unique<Transfer>(*ranks->train.all, *p->weights_, *p->sampler_weights_, ranks->trainer, ranks->sampler,
+    p->transfer_ = std::make_unique<Transfer>(ranks != nullptr ? ranks->train.all : nullptr, *p->weights_, *p->sampler_weights_, trainer, sampler,
                                               [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_);
   }
   if (ranks != nullptr && use.sample) {
@@ -203,6 +215,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   if (!source) return source.status();
   if (use.train) {
     p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, actor_options(options, use), trainers(use));
+    if (use.actor.replay != ReplayKind::none) p->actor_->replay(*p->sampler_weights_);
     LOCKSTEP_RETURN_IF_ERROR(p->actor_->load_masters(source.value()));
   } else {
     LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), source.value(), 0));
@@ -217,14 +230,16 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
 Result<std::optional<SyncReceipt>> Policy::publish() {
   if (!transfer_) return std::optional<SyncReceipt>();
   transfer_->forget();
-  Result<SyncReceipt> receipt = transfer_->update(context());
-  if (!receipt) return receipt.status();
-  return std::optional(receipt.take());
+  return transfer();
 }
 
 Result<std::optional<SyncReceipt>> Policy::sync() {
   if (!transfer_ || weights_->version() == sampler_weights_->version()) return std::optional<SyncReceipt>();
-  Result<SyncReceipt> receipt = transfer_->update(context());
+  return transfer();
+}
+
+Result<std::optional<SyncReceipt>> Policy::transfer() {
+  Result<SyncReceipt> receipt = transfer_->update(context(), [this](int id) { return actor_->master(id); });
   if (!receipt) return receipt.status();
   return std::optional(receipt.take());
 }

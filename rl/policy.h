@@ -2,8 +2,8 @@
 // One policy in one process: the model's config, tokenizer, weights and memory, and the two users of the weights, engine and
 // actor. Owns them all; everything else in this room borrows. One thread at a time.
 //
-// Of many ranks each has its shards in both layouts. Where these are the same on every rank, engine and actor read the same weights; otherwise
-// the engine has its own, which publish() and sync() bring to the actor's version (sync/transfer.h).
+// Of many ranks each has its shards in both layouts. Where these are the same on every rank, and the numerics are, engine and actor read the same
+// weights; otherwise the engine has its own, which publish() and sync() bring to the actor's version (sync/transfer.h).
 
 #include <cstdint>
 #include <memory>
@@ -23,12 +23,18 @@
 
 namespace lockstep {
 
+// rollout.numerics; same: the model's, an exact pair.
+enum class SamplerNumerics : uint8_t { same, f32, bf16, fp8, fp4 };
+
 struct PolicyOptions {
   std::string config;     // path of config.json; empty: the one in the checkpoint directory `init`
   std::string init;       // "random", a checkpoint directory or a safetensors file
   std::string tokenizer;  // file or directory, "bytes", or empty: beside the checkpoint or config.json, else bytes
   Numerics numerics = Numerics::bf16;
   bool kv_fp8 = false, index_fp4 = false;  // CacheRounding
+  SamplerNumerics sampler = SamplerNumerics::same;
+  Numerics sampler_numerics() const { return sampler == SamplerNumerics::same ? numerics : static_cast<Numerics>(static_cast<int>(sampler) - 1); }
+  bool exact() const { return sampler_numerics() == numerics; }  // sampler and trainer compute the same bits
 };
 
 // What the policy will be used for; decides which parts are made.
@@ -39,7 +45,7 @@ struct PolicyUse {
   bool sample = true;         // make an engine
   bool train = false;         // make an actor
   OptimizerConfig optimizer = {};
-  ActorOptions actor = {};
+  ActorOptions actor = {};  // its replay REQUIRES a sampler with weights of its own, in the trainer's layout
   RunGroups* ranks = nullptr;  // that work together, and outlive the policy; null: alone
 };
 
@@ -81,6 +87,7 @@ class Policy {
 
  private:
   explicit Policy(int threads);
+  Result<std::optional<SyncReceipt>> transfer();
 
   CpuContext context_;
   ModelConfig config_;

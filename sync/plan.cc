@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
 
 namespace lockstep {
@@ -52,21 +53,26 @@ Placement placement_of(const ModelConfig& config, const Grid& grid, const StageL
   return p;
 }
 
+Box blocks_of(const TensorSpec& spec, Numerics n, const Box& box) {
+  const BlockGrid rows = spec.row_grid(n), columns = spec.col_grid(n);
+  return {{rows.blocks_in(box.rows.begin), rows.blocks_in(box.rows.end)}, {columns.blocks_in(box.columns.begin), columns.blocks_in(box.columns.end)}};
+}
+
 int64_t SyncPlan::row_bytes(const Copy& c) const {
-  return c.box.columns.size() * static_cast<int64_t>(dtype_bytes(to_dtype[static_cast<size_t>(c.tensor)]));
+  const int64_t columns = c.box.columns.size();
+  return dtype(c) == DType::e2m1x2 ? num_blocks(columns, 2) : columns * static_cast<int64_t>(dtype_bytes(dtype(c)));
 }
 
 SyncPlan make_plan(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted) {
   CHECK(!from.shards.empty() && from.shards.size() == to.shards.size(), "{} ranks to {}", from.shards.size(), to.shards.size());
+  CHECK(can_follow(from.numerics, to.numerics), "{} to {}", numerics_name(from.numerics), numerics_name(to.numerics));
   SyncPlan plan;
   plan.ranks = static_cast<int>(from.shards.size());
   std::vector<int64_t> sent(from.shards.size());
   const auto sources = tables_of(config, from), destinations = tables_of(config, to);
   for (const TensorSpec& whole : tensor_table(config)) {
-    const DType dtype = whole.weight_dtype(from.numerics), to_dtype = whole.weight_dtype(to.numerics);
-    CHECK(dtype == to_dtype || (dtype == DType::f32 && to_dtype == DType::bf16), "{}: {} to {}", whole.name, dtype_name(dtype), dtype_name(to_dtype));
-    plan.from_dtype.push_back(dtype);
-    plan.to_dtype.push_back(to_dtype);
+    plan.from_dtype.push_back(whole.weight_dtype(from.numerics));
+    plan.to_dtype.push_back(whole.weight_dtype(to.numerics));
     if (!wanted(whole)) continue;
     const std::vector<Part> parts = parts_of(sources, static_cast<size_t>(whole.id));
     for (int rank = 0; rank < plan.ranks; ++rank) {
@@ -80,6 +86,11 @@ SyncPlan make_plan(const ModelConfig& config, const Placement& from, const Place
                                         [&](int a, int b) { return sent[static_cast<size_t>(a)] < sent[static_cast<size_t>(b)]; });
           sent[static_cast<size_t>(copy.from)] += plan.bytes(copy);
         }
+        plan.copies.push_back(copy);
+        if (!whole.quant_format(to.numerics)) continue;
+        copy.box = blocks_of(whole, to.numerics, copy.box);
+        copy.scales = true;
+        if (!copy.local()) sent[static_cast<size_t>(copy.from)] += plan.bytes(copy);
         plan.copies.push_back(copy);
       }
     }
@@ -97,24 +108,32 @@ Status check_plan(const ModelConfig& config, const Placement& from, const Placem
     if (!known) return errorf("a copy of tensor {} from rank {} to rank {}, which do not exist", c.tensor, c.from, c.to);
     copies.push_back(&c);
   }
-  std::stable_sort(copies.begin(), copies.end(), [](const Copy* a, const Copy* b) { return std::pair(a->tensor, a->to) < std::pair(b->tensor, b->to); });
+  std::stable_sort(copies.begin(), copies.end(),
+                   [](const Copy* a, const Copy* b) { return std::tuple(a->tensor, a->to, a->scales) < std::tuple(b->tensor, b->to, b->scales); });
   size_t next = 0;
   for (const TensorSpec& whole : tensor_table(config)) {
     const auto id = static_cast<size_t>(whole.id);
-    for (int rank = 0; rank < plan.ranks; ++rank) {
+    const bool quantized = whole.quant_format(to.numerics).has_value();
+    const auto box_of = [&](const TensorSpec& spec, bool scales) { return scales && spec.held() ? blocks_of(whole, to.numerics, spec.box) : spec.box; };
+    for (int turn = 0; turn < 2 * plan.ranks; ++turn) {
+      const int rank = turn / 2;
+      const bool scales = turn % 2 == 1;
+      const Box held = box_of(destinations[static_cast<size_t>(rank)][id], scales && quantized);
       const size_t first = next;
       int64_t covered = 0;
-      for (; next < copies.size() && copies[next]->tensor == whole.id && copies[next]->to == rank; ++next) {
+      for (; next < copies.size() && copies[next]->tensor == whole.id && copies[next]->to == rank && copies[next]->scales == scales; ++next) {
         const Copy& c = *copies[next];
-        const std::string what = fmt::format("{}: the copy of {} from rank {} to rank {}", whole.name, box_str(c.box), c.from, rank);
-        if (c.box.empty() || intersect(c.box, sources[static_cast<size_t>(c.from)][id].box) != c.box) return errorf("{} is not of what rank {} holds", what, c.from);
-        if (intersect(c.box, destinations[static_cast<size_t>(rank)][id].box) != c.box) return errorf("{} is not of what rank {} needs", what, rank);
+        const std::string what = fmt::format("{}: the copy of {}{} from rank {} to rank {}", whole.name, scales ? "scales in " : "", box_str(c.box), c.from, rank);
+        if (scales && !quantized) return errorf("{} is of a tensor without", what);
+        if (c.box.empty() || intersect(c.box, box_of(sources[static_cast<size_t>(c.from)][id], scales)) != c.box)
+          return errorf("{} is not of what rank {} holds", what, c.from);
+        if (intersect(c.box, held) != c.box) return errorf("{} is not of what rank {} needs", what, rank);
         for (size_t other = first; other < next; ++other)
           if (!intersect(c.box, copies[other]->box).empty()) return errorf("{} overlaps one of {}", what, box_str(copies[other]->box));
         covered += c.box.elements();
       }
-      const int64_t needed = wanted(whole) ? destinations[static_cast<size_t>(rank)][id].box.elements() : 0;
-      if (covered != needed) return errorf("{}: rank {} is given {} numbers of {}", whole.name, rank, covered, needed);
+      const int64_t needed = wanted(whole) && (quantized || !scales) ? held.elements() : 0;
+      if (covered != needed) return errorf("{}: rank {} is given {} {} of {}", whole.name, rank, covered, scales ? "scales" : "numbers", needed);
     }
   }
   return Status::ok();

@@ -1,7 +1,8 @@
 #pragma once
 // From two placements of one tensor table (who holds what before, and who holds what after) to the list of copies between them. Pure.
 //
-// A copy is a box of one tensor that one rank has and another needs. Together they fill every box of every destination, each number once.
+// A copy is a box of one tensor that one rank has and another needs. Together they fill every box of every destination, each number once. Of a tensor
+// that the destination quantises a second copy is of its scales. Layouts cut between blocks (TensorSpec), so the scales of a box are a box of blocks.
 // Where several ranks hold what is needed:
 //   the rank itself                   nothing travels
 //   else the one that sends least     in bytes of the plan so far; of equals, the first
@@ -31,8 +32,9 @@ Placement placement_of(const ModelConfig& config, const Grid& grid, const StageL
 
 struct Copy {
   int tensor = 0;  // id
-  Box box;         // in the whole tensor
+  Box box;         // in the whole tensor: of its numbers, or of its blocks
   int from = 0, to = 0;
+  bool scales = false;  // of the blocks
   bool local() const { return from == to; }
   bool operator==(const Copy&) const = default;
 };
@@ -42,14 +44,21 @@ struct SyncPlan {
   std::vector<DType> from_dtype, to_dtype;  // by tensor id
   std::vector<Copy> copies;                 // by tensor, then destination, then place in the tensor
 
+  DType dtype(const Copy& c) const { return c.scales ? DType::ue8m0 : to_dtype[static_cast<size_t>(c.tensor)]; }  // as it travels
   int64_t row_bytes(const Copy& c) const;  // of one row of the box, as it travels
   int64_t bytes(const Copy& c) const { return c.box.rows.size() * row_bytes(c); }
 };
 
+// Whether weights in `to` can be made from those of a trainer in `from`: what is the same, rounded or quantised on the way.
+constexpr bool can_follow(Numerics from, Numerics to) { return from == to || from == Numerics::f32 || (from == Numerics::bf16 && to != Numerics::f32); }
+
 // Which tensors are copied; all of them for a first update.
 using WantedTensors = std::function<bool(const TensorSpec&)>;
 
-// REQUIRES: as many shards in both; dtypes equal, or f32 to bf16, which rounds.
+// The box of blocks that a box of numbers consists of. REQUIRES: spec.quant_format(n), and a box that ends between blocks.
+Box blocks_of(const TensorSpec& spec, Numerics n, const Box& box);
+
+// REQUIRES: as many shards in both, and a destination that can_follow(the source's numerics).
 SyncPlan make_plan(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted);
 
 // Every number of every wanted box of every destination is written exactly once, by a rank that holds it. The error names the tensor.

@@ -74,7 +74,7 @@ class TransferTest : public ::testing::Test {
         : source(place(m, k.from, k.from_numerics)), destination(place(m, k.to, k.to_numerics)),
           from(m, k.from_numerics, source.shards[static_cast<size_t>(world->rank())], arena),
           to(m, k.to_numerics, destination.shards[static_cast<size_t>(world->rank())], arena),
-          transfer(world->all(), from, to, source, destination, changing, arena, bucket_bytes) {}
+          transfer(&world->all(), from, to, source, destination, changing, arena, bucket_bytes) {}
     static Placement place(const ModelConfig& m, const Layout& layout, Numerics numerics) {
       const StageCosts costs{.layers = std::vector<double>(static_cast<size_t>(m.num_layers()), 1.0)};
       return placement_of(m, Grid(layout), balance_layers(costs, layout.pp), numerics);

@@ -113,7 +113,7 @@ struct WholeRun {
     static std::map<std::string, RunGroups> all;
     const std::string name = layouts.train.str() + layouts.rollout.str();
     const auto it = all.find(name);
-    return it != all.end() ? it->second : all.emplace(name, make_run_groups(*world, layouts, config, numerics)).first->second;
+    return it != all.end() ? it->second : all.emplace(name, make_run_groups(*world, layouts, config, numerics, numerics)).first->second;
   }
 
   static constexpr int64_t kBucketBytes = 4096;

@@ -82,6 +82,7 @@ struct Actor::Impl {
   Groups* const groups;  // null: alone
   const ActorOptions options;
   Model model;
+  Model sampler;  // whose choices are repeated; without weights: none
 
   Arena gradient_arena;
   Gradients gradients;
@@ -136,7 +137,7 @@ struct Actor::Impl {
     const ConstTensorView input = links.input(c, m);
     const Stopwatch watch(forward_seconds);
     const ArenaScope workspace_scope(*c.workspace);
-    const ConstTensorView streams = place(m).forward(c, model, samples, work.micro_batches[static_cast<size_t>(m)], keep, input);
+    const ConstTensorView streams = place(m).forward(c, model, sampler.weights == nullptr ? nullptr : &sampler, samples, work.micro_batches[static_cast<size_t>(m)], keep, input);
     if (!last_stage()) links.send_output(c, m, streams);
   }
 
@@ -199,6 +200,20 @@ Status Actor::load_masters(const ReadBox& read) {
   LOCKSTEP_RETURN_IF_ERROR(impl_->optimizer.read_masters(read));
   impl_->optimizer.reset();
   return impl_->weights.load(impl_->c, read, 0);
+}
+
+ConstTensorView Actor::master(int id) const {
+  const Impl& a = *impl_;
+  for (const Optimizer::Frozen& m : a.optimizer.frozen())
+    if (m.id == id) return m.master;
+  return a.partition.gather_master(a.c, id, a.optimizer.master(id));
+}
+
+void Actor::replay(const Weights& sampler) {
+  Impl& a = *impl_;
+  CHECK(sampler.shard() == a.weights.shard() && sampler.dtype() == a.weights.dtype(), "replay of weights in another layout or dtype");
+  a.sampler = a.model;
+  a.sampler.weights = &sampler;
 }
 
 void Actor::initialize(uint64_t seed) {
@@ -315,6 +330,12 @@ Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const Loss
     put("pg_clipfrac", total.clipped / total.tokens);
     if (loss.dual_clip > 0) put("pg_clipfrac_lower", total.clipped_lower / total.tokens);
     put("ppo_kl", total.ppo_kl / total.tokens);
+    if (loss.tis != TisKind::none) {
+      put("tis", total.tis / total.tokens);
+      put("tis_abs", total.tis_abs / total.tokens);
+      put("tis_clipfrac", total.tis_clipped / total.tokens);
+      if (loss.tis_mask_high > 0) put("tis_maskfrac", total.tis_masked / total.tokens);
+    }
   }
   put("grad_norm", step.grad_norm);
   put("lr", step.lr);

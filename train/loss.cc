@@ -89,6 +89,16 @@ PolicyTerm policy_term(float logprob, float old_logprob, float advantage, const 
   return r;
 }
 
+TruncatedWeight truncated_weight(float log_ratio, const LossConfig& config) {
+  TruncatedWeight r;
+  r.weight = exp_f32(std::clamp(log_ratio, -kLogRatioMax, kLogRatioMax));
+  r.applied = std::clamp(r.weight, config.tis_low, config.tis_high);
+  r.clipped = r.applied != r.weight;
+  r.masked = config.tis_mask_high > 0 && !(r.weight >= config.tis_mask_low && r.weight <= config.tis_mask_high);
+  if (r.masked) r.applied = 0;
+  return r;
+}
+
 KlTerm kl_term(float logprob, float ref_logprob, KlKind kind) {
   const float e = logprob - ref_logprob;
   switch (kind) {
@@ -122,6 +132,10 @@ void LossSums::add(const LossSums& o) {
   clipped_lower += o.clipped_lower;
   ppo_kl += o.ppo_kl;
   tokens += o.tokens;
+  tis += o.tis;
+  tis_abs += o.tis_abs;
+  tis_clipped += o.tis_clipped;
+  tis_masked += o.tis_masked;
 }
 
 LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, std::span<const float> entropy,
@@ -140,6 +154,16 @@ LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, 
   if (policy && !sample.old_logprob.empty()) check("old log-probs", sample.old_logprob.size());
   if (kl) check("reference log-probs", sample.ref_logprob.size());
 
+  const bool tis = policy && config.tis != TisKind::none;
+  if (tis) check("rollout log-probs", sample.rollout_logprob.size());
+  const auto log_ratio = [&](size_t t) { return (sample.old_logprob.empty() ? logprob[t] : sample.old_logprob[t]) - sample.rollout_logprob[t]; };
+  TruncatedWeight of_sequence;
+  if (tis && config.tis == TisKind::sequence) {
+    PairTreeSum sum;
+    for (size_t t = 0; t < n; ++t) sum.add(sample.mask[t] == 0 ? 0.0 : static_cast<double>(log_ratio(t)));
+    of_sequence = truncated_weight(static_cast<float>(sum.sum()), config);
+  }
+
   const int64_t trained = count_trained(sample);
   const double weight = token_weight(d, trained, config);
   PairTreeSum pg_sum, kl_sum, entropy_sum, ppo_kl_sum;
@@ -156,6 +180,15 @@ LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, 
       const float old_logprob = sample.old_logprob.empty() ? logprob[t] : sample.old_logprob[t];
       term = policy_term(logprob[t], old_logprob, sample.advantage[t], config);
       ppo_kl_sum.add(static_cast<double>(old_logprob) - static_cast<double>(logprob[t]));
+    }
+    if (tis) {
+      const TruncatedWeight w = config.tis == TisKind::sequence ? of_sequence : truncated_weight(log_ratio(t), config);
+      term.loss *= w.applied;
+      term.dlogprob *= w.applied;
+      sums.tis += static_cast<double>(w.weight);
+      sums.tis_abs += std::abs(static_cast<double>(w.weight) - 1);
+      sums.tis_clipped += w.clipped;
+      sums.tis_masked += w.masked;
     }
     const KlTerm k = kl ? kl_term(logprob[t], sample.ref_logprob[t], config.kl) : KlTerm{};
     pg_sum.add(term.loss);

@@ -30,6 +30,13 @@ struct PolicyTerm {
 };
 PolicyTerm policy_term(float logprob, float old_logprob, float advantage, const LossConfig& config);
 
+struct TruncatedWeight {
+  float weight = 1;   // exp(log_ratio)
+  float applied = 1;  // what the policy term is multiplied by; exactly 1 for a ratio of 1
+  bool clipped = false, masked = false;
+};
+TruncatedWeight truncated_weight(float log_ratio, const LossConfig& config);
+
 struct KlTerm {
   float value = 0, dlogprob = 0;
 };
@@ -39,10 +46,11 @@ KlTerm kl_term(float logprob, float ref_logprob, KlKind kind);  // k1 | k2 | k3 
 struct LossSums {
   double loss = 0, pg_loss = 0, kl_loss = 0, entropy = 0;          // aggregated (weights applied)
   double clipped = 0, clipped_lower = 0, ppo_kl = 0, tokens = 0;    // counts and plain sums over trained tokens
+  double tis = 0, tis_abs = 0, tis_clipped = 0, tis_masked = 0;     // likewise: w, |w - 1|, where w was clipped, masked
   void add(const LossSums& o);
 };
 // Fills dlogprob and dentropy [R] of one sample (0 where the mask is 0). A policy sample without old_logprob is on-policy: its
-// ratio is 1. SFT reads neither advantages nor old_logprob.
+// ratio is 1, and its importance weight is that of its log-probs now. SFT reads neither advantages nor old_logprob.
 LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, std::span<const float> entropy, const Denominators& d,
                      const LossConfig& config, std::span<float> dlogprob, std::span<float> dentropy);
 

@@ -17,7 +17,7 @@ constexpr int64_t kExpectedTokens = 1 << 16;  // a budget beyond is a way to say
 }  // namespace
 
 MicroBatchPlace::MicroBatchPlace(const Weights& weights, const ActorOptions& options)
-    : weights_(weights), state_arena_("training state", kReserve), arena_("training step", kReserve),
+    : weights_(weights), replay_(options.replay), state_arena_("training state", kReserve), arena_("training step", kReserve),
       builder_(weights.config(), default_page_tokens(weights.config())) {
   saved_.arena = &arena_;
   saved_.recompute = options.recompute ? Recompute::layer : Recompute::none;
@@ -71,12 +71,37 @@ void MicroBatchPlace::pack_rows(std::span<const TrainSample> samples, const Micr
   batch_.wanted = wanted;
 }
 
-ConstTensorView MicroBatchPlace::forward(Context& c, const Model& model, std::span<const TrainSample> samples, const MicroBatch& micro, bool keep,
-                                         ConstTensorView input) {
+// Its entries lie in the pages until the trainer's forward writes its own there, before it reads any.
+void MicroBatchPlace::record_choices(Context& c, const Model& sampler) {
+  const auto layers = static_cast<size_t>(weights_.config().num_layers());
+  choices_.experts.assign(layers, {});
+  choices_.entries.assign(replay_ == ReplayKind::routing_index ? layers : 0, {});
+  const Probe probe = [&](int layer, std::string_view point, ConstTensorView rows) {
+    std::vector<ConstTensorView>* const to = point == "ffn.ids" ? &choices_.experts : point == "attn.selected" ? &choices_.entries : nullptr;
+    if (to == nullptr || to->empty()) return;
+    const TensorView kept = arena_.tensor(rows.dtype, rows.shape, "choices");
+    std::memcpy(kept.data, rows.data, rows.bytes());
+    (*to)[static_cast<size_t>(layer)] = kept;
+  };
+  Model recorded = sampler;
+  recorded.probe = &probe;
+  const ArenaScope scope(*c.workspace);
+  lockstep::forward(c, recorded, batch_, *pool_, nullptr);
+}
+
+Model MicroBatchPlace::repeating(const Model& model) const {
+  Model m = model;
+  if (!choices_.experts.empty()) m.replay = &choices_;
+  return m;
+}
+
+ConstTensorView MicroBatchPlace::forward(Context& c, const Model& model, const Model* sampler, std::span<const TrainSample> samples, const MicroBatch& micro,
+                                         bool keep, ConstTensorView input) {
   arena_.release(0);
   head_ = {};
   pack_rows(samples, micro);
-  const TensorView output = lockstep::forward(c, model, batch_, *pool_, keep ? &saved_ : nullptr, input);
+  if (sampler != nullptr) record_choices(c, *sampler);
+  const TensorView output = lockstep::forward(c, repeating(model), batch_, *pool_, keep ? &saved_ : nullptr, input);
   if (!weights_.shard().head) return output;
 
   HeadRows& h = head_;
@@ -98,7 +123,7 @@ TensorView MicroBatchPlace::head_backward(Context& c, const Model& model, ConstT
 }
 
 void MicroBatchPlace::backward(Context& c, const Model& model, ConstTensorView doutput, Gradients& gradients, TensorView dinput) {
-  lockstep::backward(c, model, batch_, *pool_, saved_, doutput, gradients, dinput);
+  lockstep::backward(c, repeating(model), batch_, *pool_, saved_, doutput, gradients, dinput);
 }
 
 }  // namespace lockstep

@@ -29,6 +29,7 @@ struct TokenLogprobs {
 enum class LossKind : uint8_t { policy, sft };
 enum class Aggregation : uint8_t { token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm, token_sum };
 enum class KlKind : uint8_t { none, k1, k2, k3 };
+enum class TisKind : uint8_t { none, token, sequence };  // whose importance weight
 
 struct LossConfig {
   LossKind kind = LossKind::policy;
@@ -40,6 +41,11 @@ struct LossConfig {
   float entropy_coef = 0.0f;
   float norm_length = 0.0f;      // H of seq_mean_token_sum_norm
   bool count_empty_sequences = true;
+  // Truncated importance sampling (rl spec 10): the policy term times w = exp(old - rollout), of the token or the product over the sample's trained tokens,
+  // clipped to [low, high]; and 0 where w is outside the mask's bounds. Denominators do not change. Needs rollout_logprob.
+  TisKind tis = TisKind::none;
+  float tis_low = 0.0f, tis_high = 2.0f;
+  float tis_mask_low = 0.0f, tis_mask_high = 0.0f;  // of the mask; high 0: no mask
 };
 
 enum class ScheduleKind : uint8_t { constant, cosine };
@@ -53,10 +59,14 @@ struct OptimizerConfig {
   bool freeze_router = true, freeze_indexer = true;
 };
 
+// Which of the sampler's choices the trainer's forward repeats (rl spec 14): the experts of every token, and the entries that sparse attention reads.
+enum class ReplayKind : uint8_t { none, routing, routing_index };
+
 struct ActorOptions {
   int64_t max_tokens_per_microbatch = 4096;
   bool recompute = false;
   CacheRounding cache = {};  // as the sampler's
+  ReplayKind replay = ReplayKind::none;
 };
 
 }  // namespace lockstep
