@@ -480,7 +480,11 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
     metrics.emplace_back("rollout/entropy", entropy_sum / count);
   }
   add_gap_metrics(metrics, gaps);
-  if (!config_.model.exact()) add_gap_deciles(metrics, gaps);
+  if (!config_.model.exact()) {
+    add_gap_deciles(metrics, gaps);
+    report_.compared_tokens += static_cast<int64_t>(count);
+    if (count > 0) report_.max_gap = std::max(report_.max_gap, find_metric(metrics, "gap/logprob_abs_diff_max"));
+  }
   return Status::ok();
 }
 

@@ -74,7 +74,7 @@ struct LoopConfig {
 struct LoopReport {
   int64_t first_step = 0, last_step = 0;  // steps done: (first_step, last_step]
   int64_t compared_tokens = 0;            // whose two log-probs were compared
-  double max_gap = 0;                     // largest |trainer - sampler| over all of them: a run that ends well has 0
+  double max_gap = 0;                     // largest |trainer - sampler| over all of them: in an exact pair a run that ends well has 0
   int64_t rollout_tokens = 0, train_tokens = 0;
   int64_t samples_drawn = 0;   // by any rank, those of evaluations not counted
   int64_t samples_logged = 0;  // taken from an earlier start's log instead

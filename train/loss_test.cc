@@ -346,6 +346,73 @@ TEST(Loss, MissingOldLogprobMeansOnPolicy) {
   EXPECT_EQ(b.clipped, 0.0);
 }
 
+TEST(Loss, ImportanceWeightsAreThoseOfTheSpec) {
+  // rl spec 22, vector 7: w = [1.2214, 0.9048, 2.7183], their product 3.0042; a masked token before them counts for nothing.
+  TrainSample s = sft_sample(3, {0, 1, 1, 1});
+  s.mask[0] = 0;
+  s.advantage = {1, 1, -2, 0.5f};
+  s.old_logprob = {-3, -1, -0.5f, -2};
+  s.rollout_logprob = {-9, -1.2f, -0.4f, -3};
+  const std::vector<float> now = {-3, -0.9f, -0.6f, -2.05f}, zero(4, 0.0f);
+  const double w[] = {0, 1.2214027582, 0.9048374180, 2.7182818285};
+  LossConfig plain;
+  plain.aggregation = Aggregation::token_sum;
+  std::vector<float> unweighted(4), dl(4), de(4);
+  (void)sample_loss(s, now, zero, {3, 1}, plain, unweighted, de);
+  const auto expect = [&](const LossConfig& c, const std::vector<double>& applied, double tis, double clipped, double masked) {
+    const LossSums sums = sample_loss(s, now, zero, {3, 1}, c, dl, de);
+    double loss = 0;
+    for (size_t t = 1; t < 4; ++t) {
+      EXPECT_NEAR(dl[t], static_cast<double>(unweighted[t]) * applied[t - 1], 1e-6) << t;
+      loss += applied[t - 1] * static_cast<double>(policy_term(now[t], s.old_logprob[t], s.advantage[t], c).loss);
+    }
+    EXPECT_EQ(dl[0], 0.0f);
+    EXPECT_NEAR(sums.pg_loss, loss, 2e-6);
+    EXPECT_NEAR(sums.tis, tis, 3e-6);
+    EXPECT_EQ(sums.tis_clipped, clipped);
+    EXPECT_EQ(sums.tis_masked, masked);
+  };
+  LossConfig c = plain;
+  c.tis = TisKind::token;
+  expect(c, {w[1], w[2], 2.0}, w[1] + w[2] + w[3], 1, 0);
+  c.tis_low = 1.0f;
+  c.tis_mask_low = 0.5f;
+  c.tis_mask_high = 2.5f;
+  expect(c, {w[1], 1.0, 0.0}, w[1] + w[2] + w[3], 2, 1);
+  c = plain;
+  c.tis = TisKind::sequence;
+  expect(c, {2.0, 2.0, 2.0}, 3 * 3.0041660239, 3, 0);
+  c.tis_mask_high = 3.0f;
+  expect(c, {0, 0, 0}, 3 * 3.0041660239, 3, 3);
+  // On-policy the weight is that of the log-probs now.
+  c = plain;
+  c.tis = TisKind::token;
+  const std::vector<float> same_as_old = {-3, -1, -0.5f, -2};
+  std::vector<float> given(4), absent(4);
+  (void)sample_loss(s, same_as_old, zero, {3, 1}, c, given, de);
+  s.old_logprob.clear();
+  (void)sample_loss(s, same_as_old, zero, {3, 1}, c, absent, de);
+  EXPECT_EQ(given, absent);
+}
+
+TEST(Loss, ImportanceSamplingChangesNoBitWhereBothAgree) {
+  Case k = random_case(6);
+  for (size_t i = 0; i < k.samples.size(); ++i) k.samples[i].rollout_logprob = k.samples[i].old_logprob;
+  for (const TisKind kind : {TisKind::token, TisKind::sequence}) {
+    LossConfig c;
+    std::vector<std::vector<float>> with, without;
+    const LossSums a = total_loss(k.samples, k.logprobs, k.entropies, c, &without);
+    c.tis = kind;
+    c.tis_mask_low = 0.5f;
+    c.tis_mask_high = 1.0f;
+    const LossSums b = total_loss(k.samples, k.logprobs, k.entropies, c, &with);
+    EXPECT_EQ(a.loss, b.loss);
+    EXPECT_EQ(with, without);
+    EXPECT_EQ(b.tis, b.tokens);
+    EXPECT_EQ(b.tis_masked, 0.0);
+  }
+}
+
 double tree(const std::vector<double>& x, size_t begin, size_t width) {
   if (width == 1) return begin < x.size() ? x[begin] : 0.0;
   return tree(x, begin, width / 2) + tree(x, begin + width / 2, width / 2);
