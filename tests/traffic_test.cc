@@ -97,7 +97,7 @@ struct WholeRun {
       const size_t before = arena.used_bytes();
       sampler.emplace(config, c.numerics, groups.sampler_shard(), arena);
       model.weights = &*sampler;
-      transfer.emplace(world->all(), trainer, *sampler, groups.trainer, groups.sampler, changes(), arena, kBucketBytes);
+      transfer.emplace(&world->all(), trainer, *sampler, groups.trainer, groups.sampler, changes(), arena, kBucketBytes);
       sampler_bytes = static_cast<int64_t>(arena.used_bytes() - before);
       CHECK(transfer->update(context).is_ok(), "the first update");
     }
@@ -148,7 +148,7 @@ class Router {
   std::vector<int64_t> operator()(std::span<const TrainSample> samples, const MicroBatch& micro) {
     counts_.assign(static_cast<size_t>(config_.num_layers() * config_.num_experts), 0);
     const ArenaScope scope(*context_.get().workspace);
-    place_.forward(context_, model_, samples, micro, /*keep=*/false, {});
+    place_.forward(context_, model_, nullptr, samples, micro, /*keep=*/false, {});
     return counts_;
   }
 
