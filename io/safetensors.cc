@@ -172,9 +172,10 @@ Status write_header(AtomicFile& file, std::span<const SafetensorsEntry> entries,
 }  // namespace
 
 std::string SafetensorsEntry::shape_str() const {
+  constexpr size_t kShown = 8;  // a file may say any number of dimensions, and a message stays readable
   std::string s = "[";
-  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
-  return s + "]";
+  for (size_t i = 0; i < std::min(shape.size(), kShown); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
+  return s + (shape.size() > kShown ? fmt::format(", ... {} dimensions]", shape.size()) : "]");
 }
 
 size_t safetensors_dtype_bytes(std::string_view dtype) {

@@ -112,6 +112,15 @@ TEST_F(SafetensorsTest, CopyGoesIntoStridedRowsAndChecksTheTarget) {
   EXPECT_TRUE(fails_with(f.copy_to("u", TensorView(out, DType::u8, {1})), path_ + ": there is no tensor \"u\""));
 }
 
+// A header may claim a thousand dimensions; what is said of them stays short.
+TEST(SafetensorsEntry, LongShapesAreShownShort) {
+  SafetensorsEntry e;
+  e.shape = {2, 3};
+  EXPECT_EQ(e.shape_str(), "[2, 3]");
+  e.shape.assign(1000, 7);
+  EXPECT_EQ(e.shape_str(), "[7, 7, 7, 7, 7, 7, 7, 7, ... 1000 dimensions]");
+}
+
 TEST_F(SafetensorsTest, ScalarsAndManyDimensions) {
   const SafetensorsFile f = opens(
       R"({"s":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"m":{"dtype":"U8","shape":[1,1,2,1,1],"data_offsets":[1,3]}})", 3);
