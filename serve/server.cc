@@ -61,6 +61,9 @@ void Server::Http::generate(const Result<JsonValue>& body, httplib::Response& re
   ApiError error;
   if (!read(body.value(), call.get(), &error)) return answer_error(response, error);
   const bool stream = call->options.stream;
+  // Counted before the engine may work on it: a stop that sees the work end must also see that an answer is still to be written.
+  ++answering;
+  std::shared_ptr<void> answer(nullptr, [this](void*) { --answering; });
   const Generator::Submitted submitted = s.generator_.submit(std::move(call->requests), std::move(call->options));
   switch (submitted.refusal) {
     case Generator::Refusal::none: break;
@@ -70,7 +73,6 @@ void Server::Http::generate(const Result<JsonValue>& body, httplib::Response& re
   }
   // From here on a chunked answer: only while one is being written does the library tell whether the client is there.
   const std::shared_ptr<Job> job = submitted.job;
-  ++answering;
   auto seen = std::make_shared<uint64_t>(0);
   response.set_chunked_content_provider(
       stream ? "text/event-stream" : kJson,
@@ -87,10 +89,9 @@ void Server::Http::generate(const Result<JsonValue>& body, httplib::Response& re
         }
         return sink.is_writable();
       },
-      [this, job](bool written) {
+      [this, job, answer = std::move(answer)](bool written) {
         if (!written) ++dropped;
         if (!job->ended()) s.generator_.cancel(job);
-        --answering;
       });
 }
 
