@@ -25,7 +25,7 @@ constexpr int kTileK = 64;
 // Rows in 64 a consumer, columns.
 template <int Consumers, int TileN>
 struct Tile {
-  static constexpr int kM = 64 * Consumers, kN = TileN, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
+  static constexpr int kM = 64 * Consumers, kN = TileN, kK = kTileK, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
   struct Stage {
     bf16_t x[kM * kTileK];
     bf16_t w[TileN * kTileK];
@@ -37,50 +37,11 @@ struct Tile {
 template <typename T, typename Y>
 __global__ void __launch_bounds__(T::kThreads, 1) matmul_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const Problem p) {
   extern __shared__ __align__(1024) char shared[];
-  using Stage = typename T::Stage;
   constexpr int kStages = T::kStages, TileN = T::kN;
-  auto* const stages = reinterpret_cast<Stage*>(shared);
-  auto* const full = reinterpret_cast<sm90::Barrier*>(shared + kStages * sizeof(Stage));
-  auto* const empty = full + kStages;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      full[s].init(1);
-      empty[s].init(T::kConsumers);
-    }
-    sm90::publish_barriers();
-  }
-  __syncthreads();
-
+  Stages<T> stages(shared);
   const int num_tiles = p.tiles_m * p.tiles_n, steps = (p.k + kTileK - 1) / kTileK;
   const int group = static_cast<int>(threadIdx.x) / 128;
-  int stage = 0;
-  unsigned phase = 0;
-  const auto advance = [&] {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  };
-
-  if (group == 0) {
-    sm90::leave_registers<40>();
-    if (threadIdx.x == 0) {
-      sm90::prefetch_map(&x_map);
-      sm90::prefetch_map(&w_map);
-      for (int i = static_cast<int>(blockIdx.x); i < num_tiles; i += static_cast<int>(gridDim.x)) {
-        int tile_m, tile_n;
-        place_tile(p, i, &tile_m, &tile_n);
-        for (int step = 0; step < steps; ++step) {
-          empty[stage].wait(phase ^ 1);
-          full[stage].arrive_and_expect(sizeof(Stage));
-          sm90::load_tile(stages[stage].x, &x_map, &full[stage], step * kTileK, tile_m * T::kM);
-          sm90::load_tile(stages[stage].w, &w_map, &full[stage], step * kTileK, tile_n * TileN);
-          advance();
-        }
-      }
-    }
-    return;
-  }
+  if (group == 0) return feed(stages, x_map, w_map, p, num_tiles, steps);
 
   sm90::take_registers<T::kConsumers == 2 ? 232 : 240>();
   const int half = group - 1, t = static_cast<int>(threadIdx.x) % 128;
@@ -89,9 +50,9 @@ __global__ void __launch_bounds__(T::kThreads, 1) matmul_kernel(const __grid_con
     int tile_m, tile_n;
     place_tile(p, i, &tile_m, &tile_n);
     for (int step = 0; step < steps; ++step) {
-      full[stage].wait(phase);
-      const bf16_t* const x = stages[stage].x + half * 64 * kTileK;
-      const bf16_t* const w = stages[stage].w;
+      stages.full[stages.at].wait(stages.phase);
+      const bf16_t* const x = stages.data[stages.at].x + half * 64 * kTileK;
+      const bf16_t* const w = stages.data[stages.at].w;
       sm90::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kTileK / 16; ++k)
@@ -100,12 +61,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) matmul_kernel(const __grid_con
       // The products of the step before are done; its stage goes back.
       if (step > 0) {
         sm90::wgmma_wait<1>();
-        if (t == 0) empty[(stage + kStages - 1) % kStages].arrive();
+        if (t == 0) stages.empty[(stages.at + kStages - 1) % kStages].arrive();
       }
-      advance();
+      stages.advance();
     }
     sm90::wgmma_wait<0>();
-    if (t == 0) empty[(stage + kStages - 1) % kStages].arrive();
+    if (t == 0) stages.empty[(stages.at + kStages - 1) % kStages].arrive();
 
     store_accumulator<TileN, Y>(p, tile_m * T::kM + half * 64, tile_n * TileN, t, acc);
   }

@@ -30,6 +30,57 @@ GPU_INLINE void place_tile(const Problem& p, int i, int* tile_m, int* tile_n) {
   *tile_n = i % band / rows;
 }
 
+// The stages in shared memory between the thread that asks for tiles and the warpgroups that multiply, as one thread sees them. T is a kernel's Tile: its
+// shape, Stage and kStages.
+template <typename T>
+struct Stages {
+  typename T::Stage* data;
+  sm90::Barrier *full, *empty;
+  int at = 0;
+  unsigned phase = 0;
+
+  // By all threads of the block.
+  GPU_INLINE explicit Stages(char* shared)
+      : data(reinterpret_cast<typename T::Stage*>(shared)),
+        full(reinterpret_cast<sm90::Barrier*>(shared + T::kStages * sizeof(typename T::Stage))), empty(full + T::kStages) {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < T::kStages; ++s) {
+        full[s].init(1);
+        empty[s].init(T::kConsumers);
+      }
+      sm90::publish_barriers();
+    }
+    __syncthreads();
+  }
+  GPU_INLINE void advance() {
+    if (++at == T::kStages) {
+      at = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// All of the first warpgroup: one of its threads asks for the steps of every tile of this block, as stages become free.
+template <typename T>
+GPU_INLINE void feed(Stages<T>& stages, const CUtensorMap& x_map, const CUtensorMap& w_map, const Problem& p, int num_tiles, int steps) {
+  sm90::leave_registers<40>();
+  if (threadIdx.x != 0) return;
+  sm90::prefetch_map(&x_map);
+  sm90::prefetch_map(&w_map);
+  for (int i = static_cast<int>(blockIdx.x); i < num_tiles; i += static_cast<int>(gridDim.x)) {
+    int tile_m, tile_n;
+    place_tile(p, i, &tile_m, &tile_n);
+    for (int step = 0; step < steps; ++step) {
+      sm90::Barrier& full = stages.full[stages.at];
+      stages.empty[stages.at].wait(stages.phase ^ 1);
+      full.arrive_and_expect(sizeof(typename T::Stage));
+      sm90::load_tile(stages.data[stages.at].x, &x_map, &full, step * T::kK, tile_m * T::kM);
+      sm90::load_tile(stages.data[stages.at].w, &w_map, &full, step * T::kK, tile_n * T::kN);
+      stages.advance();
+    }
+  }
+}
+
 GPU_INLINE void store_pair(float* y, float a, float b) { *reinterpret_cast<float2*>(y) = make_float2(a, b); }
 GPU_INLINE void store_pair(bf16_t* y, float a, float b) { *reinterpret_cast<__nv_bfloat162*>(y) = __floats2bfloat162_rn(a, b); }
 GPU_INLINE void store_one(float* y, float a) { *y = a; }

@@ -18,7 +18,7 @@ constexpr int kTileK = 128, kTileN = 128;
 
 template <int Consumers>
 struct Tile {
-  static constexpr int kM = 64 * Consumers, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
+  static constexpr int kM = 64 * Consumers, kN = kTileN, kK = kTileK, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
   struct Stage {
     e4m3_t x[kM * kTileK];
     e4m3_t w[kTileN * kTileK];
@@ -37,50 +37,10 @@ template <typename T, typename Y>
 __global__ void __launch_bounds__(T::kThreads, 1)
 matmul_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const Problem p, const Scales scales) {
   extern __shared__ __align__(1024) char shared[];
-  using Stage = typename T::Stage;
-  constexpr int kStages = T::kStages;
-  auto* const stages = reinterpret_cast<Stage*>(shared);
-  auto* const full = reinterpret_cast<sm90::Barrier*>(shared + kStages * sizeof(Stage));
-  auto* const empty = full + kStages;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      full[s].init(1);
-      empty[s].init(T::kConsumers);
-    }
-    sm90::publish_barriers();
-  }
-  __syncthreads();
-
+  Stages<T> stages(shared);
   const int num_tiles = p.tiles_m * p.tiles_n, steps = (p.k + kTileK - 1) / kTileK;
   const int group = static_cast<int>(threadIdx.x) / 128;
-  int stage = 0;
-  unsigned phase = 0;
-  const auto advance = [&] {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  };
-
-  if (group == 0) {
-    sm90::leave_registers<40>();
-    if (threadIdx.x == 0) {
-      sm90::prefetch_map(&x_map);
-      sm90::prefetch_map(&w_map);
-      for (int i = static_cast<int>(blockIdx.x); i < num_tiles; i += static_cast<int>(gridDim.x)) {
-        int tile_m, tile_n;
-        place_tile(p, i, &tile_m, &tile_n);
-        for (int step = 0; step < steps; ++step) {
-          empty[stage].wait(phase ^ 1);
-          full[stage].arrive_and_expect(sizeof(Stage));
-          sm90::load_tile(stages[stage].x, &x_map, &full[stage], step * kTileK, tile_m * T::kM);
-          sm90::load_tile(stages[stage].w, &w_map, &full[stage], step * kTileK, tile_n * kTileN);
-          advance();
-        }
-      }
-    }
-    return;
-  }
+  if (group == 0) return feed(stages, x_map, w_map, p, num_tiles, steps);
 
   sm90::take_registers<T::kConsumers == 2 ? 232 : 240>();
   const int half = group - 1, t = static_cast<int>(threadIdx.x) % 128;
@@ -96,16 +56,16 @@ matmul_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__
     float sum[kTileN / 2] = {}, part[kTileN / 2];
     for (int step = 0; step < steps; ++step) {
       const float w = __ldg(scale_w + step), a = __ldg(scale_upper + step) * w, b = __ldg(scale_lower + step) * w;
-      full[stage].wait(phase);
+      stages.full[stages.at].wait(stages.phase);
       sm90::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kTileK / 32; ++k)
-        sm90::mma_e4m3_n128(part, sm90::operand(stages[stage].x + half * 64 * kTileK, 32u * static_cast<unsigned>(k)),
-                            sm90::operand(stages[stage].w, 32u * static_cast<unsigned>(k)), k != 0);
+        sm90::mma_e4m3_n128(part, sm90::operand(stages.data[stages.at].x + half * 64 * kTileK, 32u * static_cast<unsigned>(k)),
+                            sm90::operand(stages.data[stages.at].w, 32u * static_cast<unsigned>(k)), k != 0);
       sm90::wgmma_commit();
       sm90::wgmma_wait<0>();
-      if (t == 0) empty[stage].arrive();
-      advance();
+      if (t == 0) stages.empty[stages.at].arrive();
+      stages.advance();
 #pragma unroll
       for (int j = 0; j < kTileN / 2; ++j) sum[j] = fma(part[j], j & 2 ? b : a, sum[j]);
     }
