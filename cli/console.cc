@@ -82,19 +82,6 @@ SftConfig make_sft_config(const RunConfig& c) {
           .resolved = config_toml(c)};
 }
 
-Result<std::string> find_checkpoint(const std::string& path) {
-  if (!exists(path)) return errorf("{}: there is no such checkpoint or run", path);
-  if (!exists(path + "/checkpoints")) {
-    if (std::filesystem::is_directory(path) && !exists(path + "/config.json"))
-      return errorf("{}: neither a run (it has no checkpoints/) nor a checkpoint (it has no config.json)", path);
-    return path;
-  }
-  Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(path);
-  if (!newest) return newest.status();
-  if (!newest.value()) return errorf("{}: the run has no complete checkpoint yet", path);
-  return newest.value()->path;
-}
-
 Status resolve_init(RunConfig& config) {
   if (!exists(config.model.init + "/checkpoints")) return Status::ok();
   Result<std::string> checkpoint = find_checkpoint(config.model.init);

@@ -8,6 +8,7 @@
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/progress.h"
+#include "rl/checkpoint.h"
 
 namespace lockstep {
 
@@ -36,8 +37,6 @@ int run_alone(const char* name, const std::function<int()>& command);
 LoopConfig make_loop_config(const RunConfig& config);
 SftConfig make_sft_config(const RunConfig& config);
 
-// A checkpoint directory, or the newest complete one of a run directory.
-Result<std::string> find_checkpoint(const std::string& path);
 // A run directory in model.init becomes its newest complete checkpoint.
 Status resolve_init(RunConfig& config);
 // The settings that the checkpoint was written under, where it says so, with the model taken from the checkpoint itself.

@@ -156,6 +156,20 @@ Result<RunState> parse_run_state(std::string_view json, const std::string& file)
   return s;
 }
 
+Result<std::string> find_checkpoint(const std::string& path) {
+  std::error_code error;
+  if (!std::filesystem::exists(path, error)) return errorf("{}: there is no such checkpoint or run", path);
+  if (!std::filesystem::exists(path + "/checkpoints", error)) {
+    if (std::filesystem::is_directory(path, error) && !std::filesystem::exists(path + "/config.json", error))
+      return errorf("{}: neither a run (it has no checkpoints/) nor a checkpoint (it has no config.json)", path);
+    return path;
+  }
+  Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(path);
+  if (!newest) return newest.status();
+  if (!newest.value()) return errorf("{}: the run has no complete checkpoint yet", path);
+  return newest.value()->path;
+}
+
 Status check_checkpoint(const std::string& directory, int rank, int ranks) {
   std::error_code error;
   if (!std::filesystem::exists(directory + "/" + kChecksumFile, error)) return Status::ok();
@@ -164,12 +178,6 @@ Status check_checkpoint(const std::string& directory, int rank, int ranks) {
 }
 
 namespace {
-
-// What only rank 0 does; its error is that of all.
-template <typename Work>
-Status by_first(const Peers& peers, Work work) {
-  return peers.agree(peers.first() ? work() : Status::ok(), "checkpoint");
-}
 
 // All ranks' files of the checkpoint that was begun at `directory`, up to its marker.
 Status write_checkpoint(RunDir* dir, const Peers& peers, const std::string& directory, const WriteFiles& write_files, const RunState& state,
@@ -182,7 +190,7 @@ Status write_checkpoint(RunDir* dir, const Peers& peers, const std::string& dire
   } else {
     peers.group()->all_gather(std::span(all), std::span<const int64_t>(mine), "checksums");
   }
-  return by_first(peers, [&] {
+  return peers.by_first("checkpoint", [&] {
     LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kSettingsFile, resolved));
     LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kStateFile, run_state_json(state) + "\n"));
     LOCKSTEP_RETURN_IF_ERROR(write_checksums(directory, peers.size(), all));
@@ -195,7 +203,7 @@ Status write_checkpoint(RunDir* dir, const Peers& peers, const std::string& dire
 Status save_run(RunDir* dir, const Peers& peers, const WriteFiles& write_files, const RunState& state, const std::string& resolved, int64_t keep) {
   CHECK((dir != nullptr) == peers.first(), "the run directory is that of rank 0, this is rank {}", peers.rank());
   std::string directory;  // empty: the checkpoint exists
-  LOCKSTEP_RETURN_IF_ERROR(by_first(peers, [&] {
+  LOCKSTEP_RETURN_IF_ERROR(peers.by_first("checkpoint", [&] {
     Result<std::vector<Checkpoint>> complete = complete_checkpoints(dir->path());
     if (!complete) return complete.status();
     for (const Checkpoint& c : complete.value())
@@ -204,7 +212,7 @@ Status save_run(RunDir* dir, const Peers& peers, const WriteFiles& write_files, 
     if (begun) directory = begun.take();
     return begun ? Status::ok() : begun.status();
   }));
-  if (!peers.alone()) peers.group()->broadcast(&directory, 0, "checkpoint");
+  peers.tell(&directory, "checkpoint");
   if (!directory.empty()) {
     if (const Status written = write_checkpoint(dir, peers, directory, write_files, state, resolved); !written) {
       if (peers.first())
@@ -213,7 +221,7 @@ Status save_run(RunDir* dir, const Peers& peers, const WriteFiles& write_files, 
     }
   }
   // Also when it existed: whoever wrote it may have been killed before this.
-  return by_first(peers, [&] {
+  return peers.by_first("checkpoint", [&] {
     Result<std::vector<Checkpoint>> complete = complete_checkpoints(dir->path());
     if (!complete) return complete.status();
     const std::vector<Checkpoint>& all = complete.value();
@@ -248,7 +256,7 @@ Result<OpenedRun> open_run(const std::string& path, bool resume, const std::stri
                            const Hooks& hooks) {
   OpenedRun run;
   std::string checkpoint, saved;  // that the run goes on from; empty: from nothing
-  LOCKSTEP_RETURN_IF_ERROR(by_first(peers, [&] {
+  LOCKSTEP_RETURN_IF_ERROR(peers.by_first("checkpoint", [&] {
     Result<RunDir> opened = RunDir::open(path, resume ? RunDir::Mode::resume : RunDir::Mode::start);
     if (!opened) return opened.status();
     run.dir = std::make_unique<RunDir>(opened.take());
@@ -266,10 +274,8 @@ Result<OpenedRun> open_run(const std::string& path, bool resume, const std::stri
     saved = run_state_json(read.value());
     return Status::ok();
   }));
-  if (!peers.alone()) {
-    peers.group()->broadcast(&checkpoint, 0, "checkpoint");
-    peers.group()->broadcast(&saved, 0, "run state");
-  }
+  peers.tell(&checkpoint, "checkpoint");
+  peers.tell(&saved, "run state");
   if (!checkpoint.empty()) {
     const std::string advice = fmt::format("remove {} to resume from an older checkpoint", checkpoint);
     LOCKSTEP_RETURN_IF_ERROR(
@@ -280,7 +286,7 @@ Result<OpenedRun> open_run(const std::string& path, bool resume, const std::stri
     state = parsed.take();
     hooks.say(fmt::format("resuming after step {} from {}", state.step, checkpoint));
   }
-  LOCKSTEP_RETURN_IF_ERROR(by_first(peers, [&] {
+  LOCKSTEP_RETURN_IF_ERROR(peers.by_first("checkpoint", [&] {
     if (resume) {
       Result<RunDir::Truncation> cut = run.dir->truncate_after(checkpoint.empty() ? -1 : state.step);
       if (!cut) return cut.status();

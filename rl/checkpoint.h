@@ -31,6 +31,9 @@ struct RunState {
 std::string run_state_json(const RunState& state);
 Result<RunState> parse_run_state(std::string_view json, const std::string& file);
 
+// A checkpoint directory, or the newest complete one of a run directory.
+Result<std::string> find_checkpoint(const std::string& path);
+
 // What weights are taken from must be what was written. Ok for a directory without checksums.json, which no run of ours wrote, and
 // for files that it does not list. The optimizer's state is passed over: only a resumed run reads it, and checks it then. Of several
 // ranks, each reads its share of the files.

@@ -108,15 +108,11 @@ class Loop {
 
   std::string label(const char* stage) const { return fmt::format("step {}/{} {}", state_.step + 1, config_.run.steps, stage); }
   void write_timing(const JsonLine& line) { timing_ << line.str() << '\n' << std::flush; }
-  // What only rank 0 does; its error is that of all.
-  template <typename Write>
-  Status write(Purpose p, Write write) {
-    return peers_.agree(peers_.first() ? write() : Status::ok(), p);
-  }
   // Ranks that hold the same parts hold the same numbers.
   Status same_weights() {
-    weights_sum_ = peers_.sum(policy_->weights_sum(), "weights");
-    return peers_.alone() ? Status::ok() : peers_.same(policy_->trainer_checksum(), "weights", groups_->trainer_twin());
+    const Policy::WeightsSum sum = policy_->weights_sum();
+    weights_sum_ = peers_.sum(sum.share, "weights");
+    return peers_.alone() ? Status::ok() : peers_.same(sum.held, "weights", groups_->trainer_twin());
   }
   // Seconds that each rank waited for others since the last call, transfers included.
   std::vector<float> take_waits();
@@ -135,7 +131,7 @@ class Loop {
   std::ofstream timing_, sync_;  // likewise
   RunState state_;
   int64_t last_logged_step_ = -1;  // of the steps whose rollout an earlier start logged
-  uint64_t weights_sum_ = 0;       // Policy::weights_sum over all ranks, of the weights as they are
+  uint64_t weights_sum_ = 0;       // WeightsSum::share over all ranks, of the weights as they are
   LoopReport report_;
   int64_t equal_steps_ = 0;      // in a row, up to now, in which all rewards were equal
   Stopwatch since_waits_;
@@ -228,7 +224,7 @@ Status Loop::open_directory(bool resume) {
   if (!opened) return opened.status();
   dir_ = std::move(opened.value().dir);
   last_logged_step_ = opened.value().last_logged_step;
-  LOCKSTEP_RETURN_IF_ERROR(write("run directory", [&] {
+  LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("run directory", [&] {
     LOCKSTEP_RETURN_IF_ERROR(make_directories(dir_->path() + "/evals"));
     // Times are kept apart from metrics.jsonl, whose bytes do not depend on the machine.
     timing_.open(dir_->path() + "/timing.jsonl", std::ios::app);
@@ -288,7 +284,7 @@ Result<std::vector<Completion>> Loop::sample(std::span<const Request> requests) 
   RolloutLog log(rollout_log_path(config_.run.dir, step), step, checksum(weights), requests, peers_.rank());
   std::vector<Completion> logged;
   if (step <= last_logged_step_) {
-    LOCKSTEP_RETURN_IF_ERROR(write("rollout log", [&] {
+    LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("rollout log", [&] {
       Result<LoggedRollout> read = log.read();
       if (!read) return read.status();
       logged = std::move(read.value().completions);
@@ -502,7 +498,7 @@ Status Loop::evaluate_now() {
                                        fmt::format("step {} eval", state_.step), &records, peers_);
   if (!report) return report.status();
   report_.eval_seconds += report.value().seconds;
-  LOCKSTEP_RETURN_IF_ERROR(write("evaluation records", [&] {
+  LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("evaluation records", [&] {
     LOCKSTEP_RETURN_IF_ERROR(atomic_write(fmt::format("{}/evals/{}.jsonl", dir_->path(), step_name(state_.step)), records));
     LOCKSTEP_RETURN_IF_ERROR(dir_->append_metrics(metrics_line(state_.step, report.value().values(eval_name_))));
     write_timing(JsonLine().add("step", state_.step).add("perf/eval_time", report.value().seconds));
@@ -515,7 +511,7 @@ Status Loop::evaluate_now() {
 Status Loop::record_sync(const Result<std::optional<SyncReceipt>>& receipt) {
   if (!receipt) return receipt.status();
   if (!receipt.value()) return Status::ok();
-  return write("sync record", [&] {
+  return peers_.by_first("sync record", [&] {
     const std::string path = dir_->path() + "/sync.jsonl";
     if (!sync_.is_open()) sync_.open(path, std::ios::app);
     const SyncReceipt& r = *receipt.value();
@@ -568,7 +564,7 @@ Status Loop::run() {
     LOCKSTEP_RETURN_IF_ERROR(advantage(groups));
     const double reward_s = watch.lap();
     if (run.save_rollouts) {
-      LOCKSTEP_RETURN_IF_ERROR(write("rollout records", [&] {
+      LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("rollout records", [&] {
         std::string records;
         for (const Group& g : groups) {
           for (const Trajectory& t : g.trajectories) records += trajectory_json(g, t) + "\n";
@@ -599,7 +595,7 @@ Status Loop::run() {
     report_.reward_seconds += reward_s;
     report_.train_seconds += train_s;
     report_.save_seconds += record_s;
-    LOCKSTEP_RETURN_IF_ERROR(write("metrics", [&] { return dir_->append_metrics(metrics_line(state_.step, metrics)); }));
+    LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("metrics", [&] { return dir_->append_metrics(metrics_line(state_.step, metrics)); }));
 
     const double rollout_rate = static_cast<double>(report_.rollout_tokens - rollout_before) / rollout_s;
     const double train_rate = static_cast<double>(report_.train_tokens - train_before) / train_s;

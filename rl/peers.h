@@ -34,6 +34,11 @@ class Peers {
   RankGroup* group() const { return alone() ? nullptr : &world_->all(); }  // null: alone
 
   Status agree(const Status& mine, Purpose p) const;
+  // What only rank 0 does; its error is that of all.
+  template <typename Work>
+  Status by_first(Purpose p, Work work) const {
+    return agree(first() ? work() : Status::ok(), p);
+  }
   // An error that names the first rank whose `value` is not that of the first rank of its kind. `what` is a plural, and a literal: "weights".
   Status same(uint64_t value, const char* what, int64_t kind = 0) const;
   // An error that names the first rank whose settings, as TOML, are not those of rank 0, and the first line that differs.

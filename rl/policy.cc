@@ -9,8 +9,6 @@
 #include <filesystem>
 #include <thread>
 
-#include <xxhash.h>
-
 #include "io/file.h"
 #include "io/run_dir.h"
 #include "model/checkpoint_io.h"
@@ -134,10 +132,6 @@ Status check_trained_tokenizer(const PolicyOptions& options, const Tokenizer& to
                 options.tokenizer, options.init);
 }
 
-}  // namespace
-
-namespace {
-
 ActorOptions actor_options(const PolicyOptions& options, const PolicyUse& use) {
   ActorOptions a = use.actor;
   a.cache = {options.kv_fp8, options.index_fp4};
@@ -246,24 +240,17 @@ Result<std::optional<SyncReceipt>> Policy::transfer() {
   return std::optional(receipt.take());
 }
 
-uint64_t Policy::trainer_checksum() const {
-  uint64_t sum = 0;
-  for (const TensorSpec& t : weights_->table())
-    for (const ConstTensorView& v : {weights_->view(t.id).rows, weights_->view(t.id).scales})
-      if (!v.empty()) sum = XXH64(v.data, v.bytes(), sum);
-  return sum;
-}
-
-uint64_t Policy::weights_sum() {
+Policy::WeightsSum Policy::weights_sum() {
   const Coordinates at = ranks_ == nullptr ? Coordinates() : ranks_->train.at();
   const int replica = ranks_ == nullptr ? 0 : ranks_->train.grid.ep_block(ranks_->train.rank);
   const Numerics numerics = weights_->numerics();
-  std::atomic<uint64_t> total = 0;
+  WeightsSum sum;
   // Every stored element with its place in the whole tensor, mixed, so that the order of adding does not matter.
   const auto add = [&](ConstTensorView m, uint64_t name, int64_t first_row, int64_t first_column) {
+    std::atomic<uint64_t> total = 0;
     const size_t bytes = dtype_bytes(m.dtype);
     parallel_for(context(), m.rows(), 4 * m.dim(1), [&](int64_t begin, int64_t end, int) {
-      uint64_t sum = 0;
+      uint64_t part = 0;
       for (int64_t r = begin; r < end; ++r) {
         const char* element = static_cast<const char*>(m.data) + static_cast<size_t>(r * m.row_stride) * bytes;
         const uint64_t row = name + static_cast<uint64_t>(first_row + r) * 0x9e3779b97f4a7c15u;
@@ -271,27 +258,30 @@ uint64_t Policy::weights_sum() {
           uint64_t x = 0;
           std::memcpy(&x, element, bytes);
           x = (x + (row + static_cast<uint64_t>(first_column + k)) * 0xd6e8feb86659fd93u) * 0xbf58476d1ce4e5b9u;
-          sum += (x ^ x >> 29) * 0x94d049bb133111ebu;
+          part += (x ^ x >> 29) * 0x94d049bb133111ebu;
         }
       }
-      total += sum;
+      total += part;
     });
+    return total.load();
   };
   for (const TensorSpec& t : weights_->table()) {
     // One rank of those that hold a number counts it.
     const bool counts = t.cut == Cut::experts ? replica == 0 && at.tp == 0 : at.dp == 0 && (t.cut != Cut::none || at.tp == 0);
-    if (!t.held() || !counts) continue;
+    if (!t.held()) continue;
     const WeightView& w = weights_->view(t.id);
     const ConstTensorView rows = matrix_view(w.rows);
     const auto name = static_cast<uint64_t>(t.id) << 32;
     // Two numbers of fp4 are one element.
-    add(rows, name, t.box.rows.begin, t.box.columns.begin * rows.dim(1) / t.box.columns.size());
+    uint64_t of_tensor = add(rows, name, t.box.rows.begin, t.box.columns.begin * rows.dim(1) / t.box.columns.size());
     if (w.quantized()) {
       const BlockGrid row_grid = t.row_grid(numerics), col_grid = t.col_grid(numerics);
-      add(matrix_view(w.scales), ~name, row_grid.blocks_in(t.box.rows.begin), col_grid.blocks_in(t.box.columns.begin));
+      of_tensor += add(matrix_view(w.scales), ~name, row_grid.blocks_in(t.box.rows.begin), col_grid.blocks_in(t.box.columns.begin));
     }
+    sum.held += of_tensor;
+    if (counts) sum.share += of_tensor;
   }
-  return total;
+  return sum;
 }
 
 std::string Policy::memory_report() {
@@ -318,14 +308,10 @@ Status Policy::load(const std::string& directory) {
 
 Status Policy::load_beside(const std::string& checkpoint) {
   CHECK(actor_ == nullptr && engine_ != nullptr, "weights are replaced under a policy that trains");
-  std::string directory = checkpoint;
-  if (is_directory(checkpoint + "/checkpoints")) {
-    Result<std::optional<Checkpoint>> newest = newest_complete_checkpoint(checkpoint);
-    if (!newest) return newest.status();
-    if (!newest.value()) return errorf("{}: the run has no complete checkpoint yet", checkpoint);
-    directory = newest.value()->path;
-  }
-  if (!is_directory(directory)) return errorf("{}: there is no such checkpoint directory", directory);
+  const Result<std::string> found = find_checkpoint(checkpoint);
+  if (!found) return found.status();
+  const std::string& directory = found.value();
+  if (!is_directory(directory)) return errorf("{}: a checkpoint directory is wanted", directory);
   LOCKSTEP_RETURN_IF_ERROR(check_checkpoint(directory));
   const Result<ModelConfig> config = load_model_config(directory + "/" + kConfigFile);
   if (!config) return config.status();

@@ -60,9 +60,12 @@ class Policy {
   const Tokenizer& tokenizer() const { return *tokenizer_; }
   const Weights& weights() const { return *model_.weights; }  // the sampler's, or without one the actor's
   const Model& model() const { return model_; }               // of these weights
-  uint64_t trainer_checksum() const;                          // XXH64 of the actor's rounded weights
-  // What, added over all ranks, depends on the actor's rounded weights alone and not on the layout.
-  uint64_t weights_sum();
+  // Of the actor's rounded weights, bit by bit and place by place.
+  struct WeightsSum {
+    uint64_t held = 0;   // what this rank holds: equal on ranks that hold the same parts
+    uint64_t share = 0;  // added over all ranks it depends on the weights alone, not on the layout
+  };
+  WeightsSum weights_sum();
   Engine& engine() { return *engine_; }  // REQUIRES: use.sample
   Actor& actor() { return *actor_; }     // REQUIRES: use.train
   // All ranks: the actor's weights to the sampler's. publish: all of them, after make() or load(). sync: what optimizer steps change. Both give the
