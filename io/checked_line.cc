@@ -1,5 +1,7 @@
 #include "io/checked_line.h"
 
+#include <algorithm>
+
 #include <xxhash.h>
 
 namespace lockstep {
@@ -25,6 +27,18 @@ std::optional<std::string> uncheck_line(std::string_view line) {
   const std::string object = std::string(line.substr(0, line.size() - kTail)) + "}";
   if (line.substr(line.size() - kTail) != tail_of(object)) return std::nullopt;
   return object;
+}
+
+void for_each_checked_line(std::string_view text, const std::function<void(const JsonValue* object)>& f) {
+  while (!text.empty()) {
+    const size_t end = std::min(text.find('\n'), text.size());
+    const std::string_view line = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    if (line.empty()) continue;
+    const std::optional<std::string> object = uncheck_line(line);
+    const Result<JsonValue> json = object ? parse_json(*object) : Result<JsonValue>(Status::error("damaged"));
+    f(json ? &json.value() : nullptr);
+  }
 }
 
 }  // namespace lockstep

@@ -58,6 +58,14 @@ Status write_fully(int fd, std::string_view bytes, const std::string& path) {
   return Status::ok();
 }
 
+Status append_whole(int fd, std::string_view bytes, const std::string& path) {
+  struct stat before {};
+  if (::fstat(fd, &before) != 0) return errno_status("cannot look at", path, errno);
+  const Status written = write_fully(fd, bytes, path);
+  if (!written && ::ftruncate(fd, before.st_size) != 0) return errorf("{}; a cut-off line stays behind", written.message());
+  return written;
+}
+
 Result<std::string> read_file(const std::string& path) {
   const FileDescriptor fd = open_file(path, O_RDONLY);
   if (!fd.is_open()) return errno_status("cannot open", path, errno);

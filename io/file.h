@@ -38,6 +38,8 @@ class FileDescriptor {
 
 // Writes every byte, resuming after short writes. `path` is for the error alone.
 Status write_fully(int fd, std::string_view bytes, const std::string& path);
+// Writes at the end of a file opened with O_APPEND, all or nothing: after an error the file is cut back to what it was.
+Status append_whole(int fd, std::string_view bytes, const std::string& path);
 
 // The whole of a regular file (or of a pipe, up to its end, which must come within 256 MiB).
 Result<std::string> read_file(const std::string& path);

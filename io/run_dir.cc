@@ -180,12 +180,7 @@ Status RunDir::write_config(std::string_view toml) { return atomic_write(config_
 Status RunDir::append_metrics(std::string_view json) {
   CHECK(json.find('\n') == std::string_view::npos && step_of_line(json).has_value(),
         "a metrics line is one JSON object with an integer \"step\", not {}", in_quotes(json));
-  struct stat before {};
-  if (::fstat(metrics_.get(), &before) != 0) return errno_status("cannot look at", metrics_path(), errno);
-  const Status written = write_fully(metrics_.get(), std::string(json) + "\n", metrics_path());
-  if (!written && ::ftruncate(metrics_.get(), before.st_size) != 0)
-    return errorf("{}; a cut-off line stays behind", written.message());
-  return written;
+  return append_whole(metrics_.get(), std::string(json) + "\n", metrics_path());
 }
 
 Status RunDir::write_rollouts(int64_t step, std::string_view jsonl) {

@@ -11,6 +11,7 @@
 
 #include "io/testing.h"
 #include "model/checkpoint_io.h"
+#include "model/testing.h"
 #include "model/weights.h"
 #include "ops/testing.h"
 
@@ -26,12 +27,6 @@ ModelConfig small_config() {
   Result<ModelConfig> config = load_model_config(std::string(LOCKSTEP_SOURCE_DIR) + "/configs/demo.config.json");
   CHECK(config.is_ok(), "{}", config.message());
   return config.take();
-}
-
-Shard shard_in(const ModelConfig& m, const Layout& layout, int rank) {
-  StageCosts costs;
-  costs.layers.assign(static_cast<size_t>(m.num_layers()), 1.0);
-  return shard_of(m, Grid(layout), balance_layers(costs, layout.pp), rank);
 }
 
 struct Masters {
@@ -83,7 +78,7 @@ TEST(BoxFiles, SavedByAnyNumberOfRanksReadByEveryShard) {
     ASSERT_TRUE(succeeds(source));
     for (const Layout& layout : {Layout{1, 1, 1, 1}, Layout{2, 2, 2, 4}, Layout{1, 4, 4, 4}}) {
       for (int rank = 0; rank < layout.ranks(); ++rank) {
-        Masters mine(tensor_table(m, shard_in(m, layout, rank)));
+        Masters mine(tensor_table(m, testing::shard_in(m, layout, rank)));
         ASSERT_TRUE(succeeds(read_masters(mine.table, source.value(), mine.set)));
         for (const TensorSpec& t : mine.table) {
           if (!t.held()) continue;

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "core/context.h"
+#include "model/testing.h"
 #include "model/weights.h"
 
 namespace lockstep {
@@ -14,12 +15,6 @@ ModelConfig small_config() {
   Result<ModelConfig> config = load_model_config(std::string(LOCKSTEP_SOURCE_DIR) + "/configs/demo.config.json");
   CHECK(config.is_ok(), "{}", config.message());
   return config.take();
-}
-
-Shard shard_in(const ModelConfig& m, const Layout& layout, int rank) {
-  StageCosts costs;
-  costs.layers.assign(static_cast<size_t>(m.num_layers()), 1.0);
-  return shard_of(m, Grid(layout), balance_layers(costs, layout.pp), rank);
 }
 
 const Layout kLayouts[] = {{1, 1, 1, 1}, {2, 1, 1, 1}, {1, 2, 1, 1}, {1, 1, 2, 2}, {1, 1, 3, 3}, {2, 2, 2, 4}, {1, 4, 4, 4}};
@@ -32,7 +27,7 @@ TEST(Shard, BoxesOfAllRanksCoverEveryNumber) {
     std::vector<std::vector<int>> seen(whole.size());
     for (size_t i = 0; i < whole.size(); ++i) seen[i].resize(static_cast<size_t>(whole[i].shape.elements()));
     for (int rank = 0; rank < layout.ranks(); ++rank) {
-      const std::vector<TensorSpec> table = tensor_table(m, shard_in(m, layout, rank));
+      const std::vector<TensorSpec> table = tensor_table(m, testing::shard_in(m, layout, rank));
       ASSERT_EQ(table.size(), whole.size());
       for (const TensorSpec& t : table) {
         ASSERT_EQ(t.box.elements(), t.shape.elements()) << t.name;
@@ -59,7 +54,7 @@ TEST(Shard, RandomWeightsAreThoseOfTheWholeModel) {
   TensorSet all = make_tensor_set(whole, arena, [](const TensorSpec&) { return true; });
   initialize_masters(m, whole, all, 7);
   for (const Layout& layout : kLayouts) {
-    const std::vector<TensorSpec> table = tensor_table(m, shard_in(m, layout, layout.ranks() - 1));
+    const std::vector<TensorSpec> table = tensor_table(m, testing::shard_in(m, layout, layout.ranks() - 1));
     TensorSet part = make_tensor_set(table, arena, [](const TensorSpec&) { return true; });
     initialize_masters(m, table, part, 7);
     for (const TensorSpec& t : table) {

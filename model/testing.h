@@ -2,6 +2,7 @@
 // The model that tests of the rooms above run: a layer of every kind, as small as its parts allow.
 
 #include "model/config.h"
+#include "model/shard.h"
 
 namespace lockstep::testing {
 
@@ -28,6 +29,13 @@ inline ModelConfig tiny_config() {
   m.initializer_range = 0.1f;
   m.layers = {{AttentionKind::swa, 0, true}, {AttentionKind::csa, 4, false}, {AttentionKind::hca, 8, false}};
   return m;
+}
+
+// What a rank holds when stages are cut evenly.
+inline Shard shard_in(const ModelConfig& m, const Layout& layout, int rank) {
+  StageCosts costs;
+  costs.layers.assign(static_cast<size_t>(m.num_layers()), 1.0);
+  return shard_of(m, Grid(layout), balance_layers(costs, layout.pp), rank);
 }
 
 }  // namespace lockstep::testing

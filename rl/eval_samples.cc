@@ -52,28 +52,22 @@ LoggedSamples parse_sample_log(std::string_view text, std::span<const uint64_t> 
   std::unordered_map<std::string, int64_t> problems;
   for (size_t i = 0; i < keys.size(); ++i) problems.emplace(hex(keys[i]), static_cast<int64_t>(i));
   std::set<std::pair<int64_t, int64_t>> seen;
-  while (!text.empty()) {
-    const size_t end = std::min(text.find('\n'), text.size());
-    const std::string_view line = text.substr(0, end);
-    text.remove_prefix(std::min(end + 1, text.size()));
-    if (line.empty()) continue;
-    const std::optional<std::string> object = uncheck_line(line);
-    const Result<JsonValue> json = object ? parse_json(*object) : Result<JsonValue>(Status::error("damaged"));
-    auto sample = json ? read_sample(json.value()) : std::nullopt;
+  for_each_checked_line(text, [&](const JsonValue* object) {
+    auto sample = object != nullptr ? read_sample(*object) : std::nullopt;
     if (!sample) {
       ++found.damaged_lines;
-      continue;
+      return;
     }
     const auto problem = problems.find(sample->second);
     if (problem == problems.end()) {
       ++found.foreign_lines;
-      continue;
+      return;
     }
     EvalSample& s = sample->first;
     s.problem = problem->second;
-    if (s.sample < 0 || s.sample >= num_samples || !seen.emplace(s.problem, s.sample).second) continue;
+    if (s.sample < 0 || s.sample >= num_samples || !seen.emplace(s.problem, s.sample).second) return;
     found.samples.push_back(std::move(s));
-  }
+  });
   std::sort(found.samples.begin(), found.samples.end(), by_problem_and_sample);
   return found;
 }
@@ -127,11 +121,7 @@ Status SampleLog::append(std::span<const EvalSample> samples, std::span<const Pr
     line.add("sample", s.sample).add("status", answer_status_name(s.status)).add("num_tokens", s.num_tokens).add("response", s.response);
     text += checked_line(line) + "\n";
   }
-  struct stat before {};
-  if (::fstat(file_.get(), &before) != 0) return errno_status("cannot look at", path_, errno);
-  const Status written = write_fully(file_.get(), text, path_);
-  if (!written && ::ftruncate(file_.get(), before.st_size) != 0) return errorf("{}; a cut-off line stays behind", written.message());
-  return written;
+  return append_whole(file_.get(), text, path_);
 }
 
 Result<std::string> describe_log(const LoggedSamples& found, const std::string& directory) {

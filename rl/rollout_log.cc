@@ -1,8 +1,6 @@
 #include "rl/rollout_log.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -119,32 +117,23 @@ Result<LoggedRollout> RolloutLog::read() const {
   for (const std::string& path : paths) {
     Result<std::string> text = read_file(path);
     if (!text) return text.status();
-    for (std::string_view rest = text.value(); !rest.empty();) {
-      const size_t end = std::min(rest.find('\n'), rest.size());
-      const std::string_view line = rest.substr(0, end);
-      rest.remove_prefix(std::min(end + 1, rest.size()));
-      const std::optional<std::string> body = uncheck_line(line);
-      const Result<JsonValue> json = body ? parse_json(*body) : Result<JsonValue>(Status::error("damaged"));
-      if (!json) {
-        found.damaged_lines += line.empty() ? 0 : 1;
-        continue;
-      }
-      if (json.value().find("key") == nullptr) continue;  // a header
-      auto parsed = parse_completion(json.value());
+    for_each_checked_line(text.value(), [&](const JsonValue* object) {
+      if (object != nullptr && object->find("key") == nullptr) return;  // a header
+      auto parsed = object != nullptr ? parse_completion(*object) : std::nullopt;
       if (!parsed) {
         ++found.damaged_lines;
-        continue;
+        return;
       }
       Completion& c = parsed->first;
       const auto wanted = requests_.find(c.prompt_id);
       if (wanted == requests_.end() || parsed->second != hex(wanted->second.key)) {
         ++found.foreign_lines;
-        continue;
+        return;
       }
       const int64_t place = int64_t{c.sample_idx} - wanted->second.first_sample;
-      if (place < 0 || place >= wanted->second.num_samples) continue;  // there were more samples a prompt
+      if (place < 0 || place >= wanted->second.num_samples) return;  // there were more samples a prompt
       if (seen.emplace(c.prompt_id, c.sample_idx).second) found.completions.push_back(std::move(c));
-    }
+    });
   }
   std::sort(found.completions.begin(), found.completions.end(), by_prompt_and_sample);
   return found;
@@ -165,11 +154,7 @@ Status RolloutLog::append(std::span<const Completion> finished) {
     if (!file_.is_open()) return errno_status("cannot open", path_, errno);
     text = "\n" + header_ + text;  // an earlier start's last line may have been cut off
   }
-  struct stat before {};
-  if (::fstat(file_.get(), &before) != 0) return errno_status("cannot look at", path_, errno);
-  const Status written = write_fully(file_.get(), text, path_);
-  if (!written && ::ftruncate(file_.get(), before.st_size) != 0) return errorf("{}; a cut-off line stays behind", written.message());
-  return written;
+  return append_whole(file_.get(), text, path_);
 }
 
 std::vector<Request> missing_requests(std::span<const Request> requests, std::span<const Completion> have) {

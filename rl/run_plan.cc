@@ -386,11 +386,7 @@ std::span<const DeviceSpec> device_specs() {
 
 double sampler_bytes(const TensorSpec& t, int64_t elements, Numerics numerics, bool fp8) {
   const auto n = static_cast<double>(elements);
-  bool quantised = t.role == TensorRole::expert;
-  for (const char* end : {".attn.wq_a.weight", ".attn.wq_b.weight", ".attn.wkv.weight", ".attn.wo_b.weight", ".attn.indexer.wq_b.weight",
-                          ".shared_experts.w1.weight", ".shared_experts.w2.weight", ".shared_experts.w3.weight"})
-    quantised = quantised || t.name.ends_with(end);
-  if (fp8 && quantised) return n + std::ceil(n / (128 * 128));
+  if (fp8 && t.quant_format(Numerics::fp8)) return n + std::ceil(n / (128 * 128));
   return n * static_cast<double>(dtype_bytes(t.weight_dtype(fp8 ? Numerics::bf16 : numerics)));
 }
 

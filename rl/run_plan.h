@@ -87,8 +87,8 @@ Result<RunPlan> make_run_plan(const PlanInput& input);
 std::string plan_text(const RunPlan& plan);
 std::string plan_json(const RunPlan& plan);  // one object, without a newline
 
-// Bytes of `elements` numbers of a tensor as a sampler holds and receives it: with fp8, rl spec 20.2's table: E4M3 with a scale byte for each 128 x 128
-// for experts, shared experts, wq_a, wq_b, wkv, wo_b and the indexer's wq_b; all else as in bf16.
+// Bytes of `elements` numbers of a tensor as a sampler holds and receives it: with fp8, E4M3 and a scale byte for each 128 x 128 where the fp8 mode
+// quantises (TensorSpec::quant_format, rl spec 20.2); all else as in bf16.
 double sampler_bytes(const TensorSpec& spec, int64_t elements, Numerics numerics, bool fp8);
 
 }  // namespace lockstep

@@ -2,6 +2,7 @@
 // that the sampler reads. The exchange is wrapped at link time, so that a test can damage what travels.
 
 #include "parallel/testing.h"
+#include "sync/testing.h"
 #include "sync/transfer.h"
 
 #include <gtest/gtest.h>
@@ -39,12 +40,7 @@ void ALL_TO_ALL(__wrap_)(lockstep::RankGroup* group, lockstep::Context& c, locks
 namespace lockstep {
 namespace {
 
-ModelConfig small_config() {
-  return parse_model_config(R"({"vocab_size": 70, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 8,
-      "qk_rope_head_dim": 4, "q_lora_rank": 8, "o_groups": 4, "o_lora_rank": 4, "sliding_window": 4, "compress_ratios": [0, 4, 8, 4],
-      "index_n_heads": 2, "index_head_dim": 8, "index_topk": 2, "n_routed_experts": 5, "num_experts_per_tok": 2, "num_hash_layers": 1,
-      "moe_intermediate_size": 8, "max_position_embeddings": 64})", "test").value();
-}
+using testing::small_config;
 
 // Blocks of quantisers end within its widths, and at groups of 40 and experts of 80.
 ModelConfig wide_config() {
@@ -169,8 +165,9 @@ class TransferTest : public ::testing::Test {
     for (const TensorSpec& spec : w.table())
       if (spec.held()) {
         EXPECT_EQ(std::memcmp(w.rows(spec.id).data, wanted.rows(spec.id).data, w.rows(spec.id).bytes()), 0) << spec.name << " on rank " << world->rank();
-        if (!w.scales(spec.id).empty())
+        if (!w.scales(spec.id).empty()) {
           EXPECT_EQ(std::memcmp(w.scales(spec.id).data, wanted.scales(spec.id).data, w.scales(spec.id).bytes()), 0) << spec.name << " on rank " << world->rank();
+        }
       }
     arena_.release(mark);
   }

@@ -8,6 +8,7 @@
 #include "core/rng.h"
 #include "model/stack.h"
 #include "model/tensor_parallel.h"
+#include "model/testing.h"
 #include "parallel/testing.h"
 #include "rl/memory.h"
 #include "rl/peers.h"
@@ -49,26 +50,9 @@ const std::vector<Case> kCases = {
 };
 
 ModelConfig tiny_config() {
-  ModelConfig m;
+  ModelConfig m = testing::tiny_config();
   m.vocab_size = 300;  // several chunks of the head
-  m.hidden_size = 32;
-  m.num_heads = 4;
-  m.head_dim = 16;
-  m.rope_dim = 8;
-  m.q_rank = 16;
-  m.o_groups = 2;
-  m.o_rank = 16;
-  m.window = 5;
-  m.index_heads = 2;
-  m.index_head_dim = 16;
-  m.index_topk = 2;
-  m.num_experts = 6;  // unequal shares of 4
-  m.experts_per_token = 2;
-  m.expert_dim = 16;
-  m.swiglu_limit = 10.0f;
-  m.sinkhorn_iters = 4;
-  m.max_positions = 64;
-  m.initializer_range = 0.1f;
+  m.num_experts = 6;   // unequal shares of 4
   m.layers = {{AttentionKind::swa, 0, true},
               {AttentionKind::csa, 4, false},
               {AttentionKind::hca, 8, false},

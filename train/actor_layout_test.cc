@@ -16,9 +16,12 @@
 #include "parallel/testing.h"
 #include "train/actor.h"
 #include "train/optimizer.h"
+#include "train/testing.h"
 
 namespace lockstep {
 namespace {
+
+using testing::random_samples;
 
 RankWorld* world = nullptr;
 
@@ -108,26 +111,6 @@ OptimizerConfig optimizer_config() {
   o.weight_decay = 0.1f;
   o.freeze_router = false;
   return o;
-}
-
-std::vector<TrainSample> random_samples(uint64_t seed, const std::vector<int64_t>& lengths) {
-  std::vector<TrainSample> samples;
-  Philox rng(seed, RngPurpose::test);
-  for (const int64_t length : lengths) {
-    TrainSample s;
-    s.index = 100 + static_cast<int64_t>(samples.size());
-    for (int64_t t = 0; t < length; ++t) s.tokens.push_back(static_cast<int32_t>(rng.below(40)));
-    s.prompt_length = 1 + static_cast<int64_t>(rng.below(static_cast<uint32_t>(std::min<int64_t>(length - 1, 6))));
-    s.temperature = 0.8f;
-    for (int64_t t = 0; t < s.response_length(); ++t) {
-      s.mask.push_back(t == 0 || rng.below(5) != 0);
-      s.advantage.push_back(2.0f * rng.uniform() - 1.0f);
-      s.old_logprob.push_back(-3.6f + 0.6f * rng.uniform());
-      s.ref_logprob.push_back(-3.6f + 0.6f * rng.uniform());
-    }
-    samples.push_back(std::move(s));
-  }
-  return samples;
 }
 
 // Unequal lengths, one beyond the token budget, one without a trained token.

@@ -22,6 +22,7 @@
 #include "ops/testing.h"
 #include "train/loss.h"
 #include "train/optimizer.h"
+#include "train/testing.h"
 
 namespace {
 std::atomic<int64_t> allocations{0};
@@ -42,6 +43,8 @@ std::atomic<int64_t> allocations{0};
 
 namespace lockstep {
 namespace {
+
+using testing::random_samples;
 
 ModelConfig tiny_config() {
   ModelConfig m = testing::tiny_config();
@@ -112,27 +115,6 @@ LossConfig sft() {
   LossConfig c;
   c.kind = LossKind::sft;
   return c;
-}
-
-// Random sequences with a policy's arrays; about a fifth of the response tokens masked.
-std::vector<TrainSample> random_samples(uint64_t seed, const std::vector<int64_t>& lengths) {
-  std::vector<TrainSample> samples;
-  Philox rng(seed, RngPurpose::test);
-  for (const int64_t length : lengths) {
-    TrainSample s;
-    s.index = 100 + static_cast<int64_t>(samples.size());
-    for (int64_t t = 0; t < length; ++t) s.tokens.push_back(static_cast<int32_t>(rng.below(40)));
-    s.prompt_length = 1 + static_cast<int64_t>(rng.below(static_cast<uint32_t>(std::min<int64_t>(length - 1, 6))));
-    s.temperature = 0.8f;
-    for (int64_t t = 0; t < s.response_length(); ++t) {
-      s.mask.push_back(t == 0 || rng.below(5) != 0);
-      s.advantage.push_back(2.0f * rng.uniform() - 1.0f);
-      s.old_logprob.push_back(-3.6f + 0.6f * rng.uniform());
-      s.ref_logprob.push_back(-3.6f + 0.6f * rng.uniform());
-    }
-    samples.push_back(std::move(s));
-  }
-  return samples;
 }
 
 std::vector<TrainSample> mixed_samples() { return random_samples(3, {2, 40, 17, 3, 33, 8, 2, 70, 21, 9, 16, 5}); }
