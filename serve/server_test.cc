@@ -70,6 +70,8 @@ class Serve : public ::testing::Test {
     root_ = fs::temp_directory_path() / fmt::format("lockstep_server_test_{}", ::getpid());
     ModelConfig m = testing::tiny_config();
     m.vocab_size = ByteTokenizer().vocab_size();
+    m.hidden_size = 256;  // an answer must take longer than a client needs to come back with the next call
+    m.expert_dim = 128;
     m.max_positions = kEngine.max_context;
     for (const char* name : {"a", "b"}) {
       Arena arena("test", size_t{1} << 28);
@@ -488,7 +490,7 @@ TEST_F(Serve, AbortPauseAndContinue) {
   other.join();
 
   // Whatever the pause does to the state, what is said is the same.
-  const std::string body = "{\"text\":\"abc\",\"sampling_params\":{\"max_new_tokens\":400,\"ignore_eos\":true,\"sampling_seed\":9,\"n\":2},\"return_logprob\":true}";
+  const std::string body = "{\"text\":\"abc\",\"sampling_params\":{\"max_new_tokens\":880,\"ignore_eos\":true,\"sampling_seed\":9,\"n\":2},\"return_logprob\":true}";
   const auto words = [&](const std::string& answer) {
     std::string out;
     for (const JsonValue& v : parsed(answer).items) append_json(&out, at(at(v, "meta_info"), "output_token_logprobs"));
