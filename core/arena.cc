@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/device.h"
+
 #if defined(LOCKSTEP_ADDRESS_SANITIZER)
 #include <sanitizer/asan_interface.h>
 #endif
@@ -26,9 +28,13 @@ constexpr size_t kForbiddenAhead = size_t{1} << 16;
 
 }  // namespace
 
-Arena::Arena(std::string name, size_t reserve_bytes) : name_(std::move(name)) {
+Arena::Arena(std::string name, size_t reserve_bytes, Device device) : name_(std::move(name)), device_(device) {
   reserve_ = (reserve_bytes + 4095) / 4096 * 4096;
   if (reserve_ == 0) reserve_ = 4096;
+  if (device_ == Device::gpu) {
+    base_ = static_cast<char*>(device_memory::reserve(reserve_));
+    return;
+  }
   void* p = mmap(nullptr, reserve_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   CHECK(p != MAP_FAILED, "arena {}: cannot reserve {} bytes of address space", name_, reserve_);
   base_ = static_cast<char*>(p);
@@ -36,8 +42,12 @@ Arena::Arena(std::string name, size_t reserve_bytes) : name_(std::move(name)) {
 }
 
 Arena::~Arena() {
-  permit(base_, std::min(high_ + kForbiddenAhead, reserve_));
-  munmap(base_, reserve_);
+  if (device_ == Device::gpu) {
+    device_memory::release(base_, reserve_);
+  } else {
+    permit(base_, std::min(high_ + kForbiddenAhead, reserve_));
+    munmap(base_, reserve_);
+  }
 }
 
 void* Arena::allocate(size_t bytes, std::string_view name) {
@@ -48,9 +58,11 @@ void* Arena::allocate(size_t bytes, std::string_view name) {
   used_ += footprint(bytes);
   if (used_ > high_) {
     CHECK(!sealed_, "arena {} is sealed at {} bytes, '{}' would raise it to {}", name_, high_, name, used_);
+    if (device_ == Device::gpu) device_memory::commit(base_, high_, used_);
     high_ = used_;
-    forbid(p, std::min(high_ + kForbiddenAhead, reserve_) - begin);
+    if (device_ == Device::cpu) forbid(p, std::min(high_ + kForbiddenAhead, reserve_) - begin);
   }
+  if (device_ == Device::gpu) return p;
   permit(p, bytes);
   if constexpr (kAddressSanitizer) std::memset(p, 0xff, bytes);
   return p;
@@ -58,13 +70,17 @@ void* Arena::allocate(size_t bytes, std::string_view name) {
 
 TensorView Arena::zeros(DType dtype, Shape shape, std::string_view name) {
   TensorView v = tensor(dtype, shape, name);
-  std::memset(v.data, 0, v.bytes());
+  if (device_ == Device::gpu) {
+    device_memory::clear(v.data, v.bytes());
+  } else {
+    std::memset(v.data, 0, v.bytes());
+  }
   return v;
 }
 
 void Arena::release(size_t mark) {
   CHECK(mark <= used_, "arena {}: mark {} lies above {} in use", name_, mark, used_);
-  forbid(base_ + mark, used_ - mark);
+  if (device_ == Device::cpu) forbid(base_ + mark, used_ - mark);
   used_ = mark;
 }
 

@@ -1,9 +1,10 @@
 #pragma once
 // Named bump arenas: one per lifetime (weights, gradients, optimizer, step scratch, sequence state).
 //
-// An arena reserves address space once and hands out 64-byte aligned pieces. Marks release everything taken after
+// An arena reserves address space once and hands out 128-byte aligned pieces. Marks release everything taken after
 // them, which is how step scratch is reused. Every allocation has a name; the largest users and the high mark can be
 // printed. After warm-up an arena is sealed: going over the sealed high mark is a bug that names itself.
+// An arena of the GPU hands out device memory: only kernels and the copies of core/device.h may touch it.
 // Not thread-safe: one owner allocates, ops never do so from inside a parallel loop.
 //
 // Under the address sanitizer every piece is followed by a guard, what is not allocated may not be touched, and a new piece is filled
@@ -20,10 +21,13 @@
 
 namespace lockstep {
 
+enum class Device : uint8_t { cpu, gpu };
+constexpr const char* device_name(Device d) { return d == Device::cpu ? "cpu" : "gpu"; }
+
 class Arena {
  public:
-  // Reserves `reserve_bytes` of address space; pages are committed by first touch.
-  Arena(std::string name, size_t reserve_bytes);
+  // Reserves `reserve_bytes` of address space; host pages are committed by first touch, device memory when the high mark rises.
+  Arena(std::string name, size_t reserve_bytes, Device device = Device::cpu);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -44,6 +48,7 @@ class Arena {
   size_t high_bytes() const { return high_; }
   size_t reserve_bytes() const { return reserve_; }
   const std::string& name() const { return name_; }
+  Device device() const { return device_; }
 
   // From now on the high mark may not rise (a CHECK names the arena and the allocation). unseal() before planned growth.
   void seal() { sealed_ = true; }
@@ -51,10 +56,11 @@ class Arena {
   bool sealed() const { return sealed_; }
 
  private:
-  static constexpr size_t kAlign = 64;  // one cache line, one AVX-512 vector
+  static constexpr size_t kAlign = 128;  // what tensor maps and the widest vector loads ask for; two cache lines
   static constexpr size_t kGuard = kAddressSanitizer ? 64 : 0;
 
   std::string name_;
+  Device device_;
   char* base_ = nullptr;
   size_t reserve_ = 0;
   size_t used_ = 0;

@@ -1,8 +1,9 @@
 #pragma once
 // The first argument of every op: where it runs, who helps, and where its scratch comes from.
 //
-// On the CPU an op runs on the caller's thread and the pool's workers and has finished when it returns. On a device it
-// would enqueue on the context's stream. No op allocates: scratch comes from `workspace`, released before return.
+// On the CPU an op runs on the caller's thread and the pool's workers and has finished when it returns. On the GPU it enqueues on the context's stream
+// and returns; its tensors lie in device memory (core/device.h). No op allocates: scratch comes from `workspace`, released before return, which is safe
+// on the GPU too because whoever takes that memory next is behind it in the stream.
 // A Context belongs to one thread at a time; two contexts may live in one process.
 
 #include <condition_variable>
@@ -62,12 +63,13 @@ class ThreadPool {
   int64_t num_ranges_ = 0;
 };
 
-enum class Device : uint8_t { cpu };
-
 struct Context {
   Device device = Device::cpu;
-  ThreadPool* pool = nullptr;  // nullptr: the caller's thread alone
-  Arena* workspace = nullptr;
+  ThreadPool* pool = nullptr;   // nullptr: the caller's thread alone
+  Arena* workspace = nullptr;   // in the device's memory
+  Arena* host = nullptr;        // scratch that the host reads and writes: the workspace itself on the CPU
+  void* stream = nullptr;       // of the GPU
+  bool on_gpu() const { return device == Device::gpu; }
   int num_threads() const { return pool == nullptr ? 1 : pool->num_threads(); }
 };
 
@@ -90,6 +92,7 @@ class CpuContext {
       : pool_(num_threads), workspace_("workspace", workspace_reserve_bytes) {
     context_.pool = &pool_;
     context_.workspace = &workspace_;
+    context_.host = &workspace_;
   }
   Context& get() { return context_; }
   operator Context&() { return context_; }

@@ -78,11 +78,11 @@ constexpr bf16 to_bf16(float x) {
 }
 
 template <typename T>
-T from_f32(float x);
+constexpr T from_f32(float x);
 template <>
-inline float from_f32<float>(float x) { return x; }
+constexpr float from_f32<float>(float x) { return x; }
 template <>
-inline bf16 from_f32<bf16>(float x) { return to_bf16(x); }
+constexpr bf16 from_f32<bf16>(float x) { return to_bf16(x); }
 
 template <typename T>
 struct DTypeOf;

@@ -15,6 +15,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "core/context.h"
+
 #if defined(__CUDACC__)
 #define LOCKSTEP_GPU_CUDA 1
 #include <cuda_runtime.h>
@@ -26,6 +28,9 @@
 #include <cmath>
 
 #include "core/simt.h"
+#endif
+#if !LOCKSTEP_GPU_SIMT
+#include "core/gpu_check.h"
 #endif
 
 #if LOCKSTEP_GPU_SIMT
@@ -69,6 +74,12 @@ GPU_INLINE int block_x() { return static_cast<int>(simt::self().block_idx.x); }
 GPU_INLINE int block_y() { return static_cast<int>(simt::self().block_idx.y); }
 GPU_INLINE int block_dim() { return static_cast<int>(simt::self().block_dim.x); }
 GPU_INLINE int grid_dim() { return static_cast<int>(simt::self().grid_dim.x); }
+#elif LOCKSTEP_GPU_HIP  // the headers' threadIdx calls a device library
+GPU_INLINE int thread_x() { return static_cast<int>(__builtin_amdgcn_workitem_id_x()); }
+GPU_INLINE int block_x() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
+GPU_INLINE int block_y() { return static_cast<int>(__builtin_amdgcn_workgroup_id_y()); }
+GPU_INLINE int block_dim() { return static_cast<int>(__builtin_amdgcn_workgroup_size_x()); }
+GPU_INLINE int grid_dim() { return static_cast<int>(__builtin_amdgcn_grid_size_x() / __builtin_amdgcn_workgroup_size_x()); }
 #else
 GPU_INLINE int thread_x() { return static_cast<int>(threadIdx.x); }
 GPU_INLINE int block_x() { return static_cast<int>(blockIdx.x); }
@@ -231,5 +242,44 @@ GPU_INLINE void copy_commit() {}
 template <int Groups>
 GPU_INLINE void copy_wait() {}
 #endif
+
+// Blocks and threads of a launch. Blocks are one-dimensional, grids one- or two-dimensional; without blocks nothing is launched.
+struct Grid {
+  int64_t blocks = 0;
+  int threads = 256;
+  int64_t blocks_y = 1;
+  size_t shared_bytes = 0;
+};
+
+// Enqueues a kernel on the context's stream (the executor runs it at once).
+template <typename... Parameters, typename... Arguments>
+void launch(Context& c, const char* name, const Grid& grid, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  if (grid.blocks == 0 || grid.blocks_y == 0) return;
+#if LOCKSTEP_GPU_SIMT
+  const simt::DeviceAccess access;
+  simt::run({.kernel = name,
+             .grid = {static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.blocks_y)},
+             .block = {static_cast<unsigned>(grid.threads)},
+             .shared_bytes = grid.shared_bytes,
+             .wave = kWave},
+            simt::Body([&] { kernel(static_cast<Parameters>(arguments)...); }));
+#else
+  const dim3 blocks(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.blocks_y));
+#if LOCKSTEP_GPU_CUDA
+  if (grid.shared_bytes > (size_t{48} << 10)) {
+    const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared_bytes));
+    GPU_CHECK(allowed == cudaSuccess, "%s with %zu bytes of shared memory: %s", name, grid.shared_bytes, cudaGetErrorString(allowed));
+  }
+  kernel<<<blocks, grid.threads, grid.shared_bytes, static_cast<cudaStream_t>(c.stream)>>>(static_cast<Parameters>(arguments)...);
+  const cudaError_t e = cudaGetLastError();
+  GPU_CHECK(e == cudaSuccess, "%s: %s", name, cudaGetErrorString(e));
+#else
+  kernel<<<blocks, grid.threads, grid.shared_bytes, static_cast<hipStream_t>(c.stream)>>>(static_cast<Parameters>(arguments)...);
+  const hipError_t e = hipGetLastError();
+  GPU_CHECK(e == hipSuccess, "%s: %s", name, hipGetErrorString(e));
+#endif
+#endif
+}
+constexpr int64_t blocks_for(int64_t items, int64_t a_block) { return (items + a_block - 1) / a_block; }
 
 }  // namespace lockstep::gpu

@@ -47,6 +47,15 @@ class Body {
 // Runs `body` in every thread of every block. What is found wrong aborts the program with the message, unless a Findings is alive on this host thread.
 void run(const Launch& launch, Body body);
 
+// While one lives, on any host thread, device memory (core/device.h) may be touched.
+class DeviceAccess {
+ public:
+  DeviceAccess();
+  ~DeviceAccess();
+  DeviceAccess(const DeviceAccess&) = delete;
+  DeviceAccess& operator=(const DeviceAccess&) = delete;
+};
+
 // Collects what is found instead of aborting, for tests that plant it. A block is left at its first deadlock; other findings let it go on.
 class Findings {
  public:

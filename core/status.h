@@ -4,13 +4,18 @@
 //   we failed (wrong shape, broken invariant): CHECK, always on, prints the values and stops the process;
 //   one sample failed: data, a finish_reason on its record.
 // A Status message says where, what was seen, what was wanted, and what to do.
+// Device compilers do not read fmt: in what they compile, a failed CHECK tells its place and expression, without values.
 
 #include <string>
 #include <string_view>
 #include <utility>
 #include <variant>
 
+#include "core/host_device.h"
+
+#if !LOCKSTEP_DEVICE_COMPILER
 #include <fmt/core.h>
+#endif
 
 namespace lockstep {
 
@@ -31,10 +36,12 @@ class [[nodiscard]] Status {
   std::string message_;  // empty means ok
 };
 
+#if !LOCKSTEP_DEVICE_COMPILER
 template <typename... A>
 Status errorf(fmt::format_string<A...> format, A&&... args) {
   return Status::error(fmt::format(format, std::forward<A>(args)...));
 }
+#endif
 
 template <typename T>
 class [[nodiscard]] Result {
@@ -68,6 +75,9 @@ void set_check_handler(CheckHandler handler);
 [[noreturn]] void check_failed(const char* file, int line, const char* expr, std::string message);
 
 // CHECK(condition) or CHECK(condition, "format {}", values...).
+#if LOCKSTEP_DEVICE_COMPILER
+#define CHECK(cond, ...) ((cond) ? void() : ::lockstep::check_failed(__FILE__, __LINE__, #cond, {}))
+#else
 #define CHECK(cond, ...)                                                                          \
   do {                                                                                            \
     if (!(cond)) [[unlikely]]                                                                     \
@@ -93,5 +103,6 @@ std::string check_message(fmt::format_string<A...> format, A&&... args) {
 #define CHECK_LT(a, b) LOCKSTEP_CHECK_OP(a, <, b)
 #define CHECK_GE(a, b) LOCKSTEP_CHECK_OP(a, >=, b)
 #define CHECK_GT(a, b) LOCKSTEP_CHECK_OP(a, >, b)
+#endif  // !LOCKSTEP_DEVICE_COMPILER
 
 }  // namespace lockstep

@@ -11,23 +11,42 @@
 #include <cstdint>
 #include <limits>
 
+#include "core/host_device.h"
+
 namespace lockstep {
 
+// The operations that the functions below are made of, as each compiler spells the single instruction.
+namespace ieee {
+#if defined(__HIP__)
+HOST_DEVICE inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+HOST_DEVICE inline float round_even(float x) { return __builtin_rintf(x); }
+HOST_DEVICE inline float sqrt(float x) { return __builtin_sqrtf(x); }
+#elif defined(__CUDACC__)
+HOST_DEVICE inline float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
+HOST_DEVICE inline float round_even(float x) { return ::nearbyintf(x); }
+HOST_DEVICE inline float sqrt(float x) { return ::sqrtf(x); }
+#else
+inline float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline float round_even(float x) { return std::nearbyintf(x); }
+inline float sqrt(float x) { return std::sqrt(x); }
+#endif
+}  // namespace ieee
+
 // exp(x). Results below the smallest normal are 0, above the largest finite are +inf; NaN stays NaN.
-inline float exp_f32(float x) {
+HOST_DEVICE inline float exp_f32(float x) {
   if (!(x == x)) return x;
   if (x < -87.33654f) return 0.0f;
   if (x > 88.72283f) return std::numeric_limits<float>::infinity();
-  const float n = std::nearbyintf(x * 1.44269504088896341f);
-  float r = std::fmaf(n, -0.693359375f, x);
-  r = std::fmaf(n, 2.12194440e-4f, r);
+  const float n = ieee::round_even(x * 1.44269504088896341f);
+  float r = ieee::fma(n, -0.693359375f, x);
+  r = ieee::fma(n, 2.12194440e-4f, r);
   float p = 1.9875691500e-4f;  // Cephes expf minimax on [-ln2/2, ln2/2]
-  p = std::fmaf(p, r, 1.3981999507e-3f);
-  p = std::fmaf(p, r, 8.3334519073e-3f);
-  p = std::fmaf(p, r, 4.1665795894e-2f);
-  p = std::fmaf(p, r, 1.6666665459e-1f);
-  p = std::fmaf(p, r, 5.0000001201e-1f);
-  const float y = std::fmaf(p, r * r, r) + 1.0f;
+  p = ieee::fma(p, r, 1.3981999507e-3f);
+  p = ieee::fma(p, r, 8.3334519073e-3f);
+  p = ieee::fma(p, r, 4.1665795894e-2f);
+  p = ieee::fma(p, r, 1.6666665459e-1f);
+  p = ieee::fma(p, r, 5.0000001201e-1f);
+  const float y = ieee::fma(p, r * r, r) + 1.0f;
   // 2^n in two factors, so that n = 128 does not overflow before the product does.
   const int32_t k = static_cast<int32_t>(n), half = k >> 1;
   const float s1 = std::bit_cast<float>((half + 127) << 23), s2 = std::bit_cast<float>((k - half + 127) << 23);
@@ -35,7 +54,7 @@ inline float exp_f32(float x) {
 }
 
 // ln(x) for x > 0 and normal; x == 0 gives -inf, x < 0 NaN, +inf +inf, NaN NaN. Subnormal x is treated as the smallest normal.
-inline float log_f32(float x) {
+HOST_DEVICE inline float log_f32(float x) {
   if (!(x >= 0.0f)) return std::numeric_limits<float>::quiet_NaN();
   if (x == 0.0f) return -std::numeric_limits<float>::infinity();
   if (x == std::numeric_limits<float>::infinity()) return x;
@@ -50,32 +69,32 @@ inline float log_f32(float x) {
   m = m - 1.0f;
   const float z = m * m;
   float p = 7.0376836292e-2f;  // Cephes logf
-  p = std::fmaf(p, m, -1.1514610310e-1f);
-  p = std::fmaf(p, m, 1.1676998740e-1f);
-  p = std::fmaf(p, m, -1.2420140846e-1f);
-  p = std::fmaf(p, m, 1.4249322787e-1f);
-  p = std::fmaf(p, m, -1.6668057665e-1f);
-  p = std::fmaf(p, m, 2.0000714765e-1f);
-  p = std::fmaf(p, m, -2.4999993993e-1f);
-  p = std::fmaf(p, m, 3.3333331174e-1f);
+  p = ieee::fma(p, m, -1.1514610310e-1f);
+  p = ieee::fma(p, m, 1.1676998740e-1f);
+  p = ieee::fma(p, m, -1.2420140846e-1f);
+  p = ieee::fma(p, m, 1.4249322787e-1f);
+  p = ieee::fma(p, m, -1.6668057665e-1f);
+  p = ieee::fma(p, m, 2.0000714765e-1f);
+  p = ieee::fma(p, m, -2.4999993993e-1f);
+  p = ieee::fma(p, m, 3.3333331174e-1f);
   const float fe = static_cast<float>(e);
   float y = p * m * z;
-  y = std::fmaf(fe, -2.12194440e-4f, y);
-  y = std::fmaf(-0.5f, z, y);
-  return std::fmaf(fe, 0.693359375f, m + y);
+  y = ieee::fma(fe, -2.12194440e-4f, y);
+  y = ieee::fma(-0.5f, z, y);
+  return ieee::fma(fe, 0.693359375f, m + y);
 }
 
 // ln(1 + x) for x >= 0 (Kahan's correction of the rounding of 1 + x).
-inline float log1p_f32(float x) {
+HOST_DEVICE inline float log1p_f32(float x) {
   const float u = 1.0f + x;
   if (u == 1.0f) return x;
   if (u == std::numeric_limits<float>::infinity()) return u;
   return log_f32(u) * (x / (u - 1.0f));
 }
 
-inline float sigmoid_f32(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
-inline float softplus_f32(float x) { return x > 20.0f ? x : log1p_f32(exp_f32(x)); }
-inline float sqrtsoftplus_f32(float x) { return std::sqrt(softplus_f32(x)); }
+HOST_DEVICE inline float sigmoid_f32(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
+HOST_DEVICE inline float softplus_f32(float x) { return x > 20.0f ? x : log1p_f32(exp_f32(x)); }
+HOST_DEVICE inline float sqrtsoftplus_f32(float x) { return ieee::sqrt(softplus_f32(x)); }
 
 // The one reduction tree. Element i belongs to virtual lane i mod 16, each lane adds its elements in order from zero, then
 // lanes fold: i + (i + 8), i + (i + 4), i + (i + 2), i + (i + 1). Depends on n alone.

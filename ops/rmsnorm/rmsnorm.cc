@@ -20,7 +20,7 @@ void rmsnorm(Context& c, TensorView y, TensorView inv, ConstTensorView x, ConstT
   CHECK(w.empty() || is_vector(w, x.dim(1)), "rmsnorm: w {} {} for x {}", dtype_name(w.dtype), w.shape.str(), x.shape.str());
   CHECK(inv.empty() || is_vector(inv, x.dim(0)), "rmsnorm: inv {} {} for x {}", dtype_name(inv.dtype), inv.shape.str(),
         x.shape.str());
-  simd::rmsnorm(c, y, inv, x, w, eps);
+  c.on_gpu() ? device::rmsnorm(c, y, inv, x, w, eps) : simd::rmsnorm(c, y, inv, x, w, eps);
 }
 
 void rmsnorm_backward(Context& c, TensorView dx, TensorView dw_accum, ConstTensorView dy, ConstTensorView x,
@@ -36,7 +36,8 @@ void rmsnorm_backward(Context& c, TensorView dx, TensorView dw_accum, ConstTenso
         dtype_name(dw_accum.dtype), dw_accum.shape.str(), w.shape.str(), x.shape.str());
   CHECK(is_vector(inv, x.dim(0)), "rmsnorm_backward: inv {} {} for x {}", dtype_name(inv.dtype), inv.shape.str(), x.shape.str());
   CHECK(!(accumulate && dx.data == dy.data), "rmsnorm_backward: dx cannot be dy and be added to");
-  simd::rmsnorm_backward(c, dx, dw_accum, dy, x, w, inv, accumulate);
+  c.on_gpu() ? device::rmsnorm_backward(c, dx, dw_accum, dy, x, w, inv, accumulate)
+             : simd::rmsnorm_backward(c, dx, dw_accum, dy, x, w, inv, accumulate);
 }
 
 }  // namespace lockstep

@@ -1,5 +1,5 @@
 #pragma once
-// Internal to ops/rmsnorm: the two implementations, without argument checks. Same bits.
+// Internal to ops/rmsnorm: the implementations, without argument checks. Same bits. device: on the GPU, rmsnorm_gpu.cu.
 
 #include "ops/rmsnorm/rmsnorm.h"
 
@@ -16,5 +16,11 @@ void rmsnorm(Context& c, TensorView y, TensorView inv, ConstTensorView x, ConstT
 void rmsnorm_backward(Context& c, TensorView dx, TensorView dw_accum, ConstTensorView dy, ConstTensorView x,
                       ConstTensorView w, ConstTensorView inv, bool accumulate);
 }  // namespace simd
+
+namespace device {
+void rmsnorm(Context& c, TensorView y, TensorView inv, ConstTensorView x, ConstTensorView w, float eps);
+void rmsnorm_backward(Context& c, TensorView dx, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView w, ConstTensorView inv,
+                      bool accumulate);
+}  // namespace device
 
 }  // namespace lockstep

@@ -1,0 +1,42 @@
+#include "core/device.h"
+
+#include <cstring>
+
+namespace lockstep {
+
+namespace {
+
+void check_like(ConstTensorView a, ConstTensorView b) {
+  CHECK(a.dtype == b.dtype && a.shape == b.shape && a.contiguous() && b.contiguous(), "a copy from {} {} to {} {}", dtype_name(b.dtype), b.shape.str(),
+        dtype_name(a.dtype), a.shape.str());
+}
+
+}  // namespace
+
+void copy(Context& c, TensorView to, ConstTensorView from) {
+  check_like(to, from);
+  if (to.bytes() > 0) copy_bytes(c, to.data, from.data, to.bytes());
+}
+void upload(Context& c, TensorView to, ConstTensorView from_host) {
+  check_like(to, from_host);
+  if (to.bytes() > 0) upload_bytes(c, to.data, from_host.data, to.bytes());
+}
+void download(Context& c, TensorView to_host, ConstTensorView from) {
+  check_like(to_host, from);
+  if (from.bytes() > 0) download_bytes(c, to_host.data, from.data, from.bytes());
+}
+
+ConstTensorView on_host(Context& c, ConstTensorView v) {
+  if (!c.on_gpu() || v.empty()) return v;
+  const TensorView copy = c.host->tensor(v.dtype, v.shape, "host copy");
+  download(c, copy, v);
+  return copy;
+}
+TensorView on_device(Context& c, TensorView v, Arena& arena) {
+  if (!c.on_gpu() || v.shape.elements() == 0) return v;
+  const TensorView copy = arena.tensor(v.dtype, v.shape, "device copy");
+  upload(c, copy, v);
+  return copy;
+}
+
+}  // namespace lockstep

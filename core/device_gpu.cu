@@ -1,0 +1,222 @@
+// The accelerator through CUDA's or HIP's runtime. Arenas are virtual address ranges that grow by mapping physical memory behind what is in use, so that
+// addresses stay (graphs and tensor maps hold them) and nothing is copied.
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#if defined(__HIP__)
+#include <hip/hip_runtime.h>
+#define GPU_API(name) hip##name
+#else
+#include <cuda.h>
+#include <cuda_runtime.h>
+#define GPU_API(name) cuda##name
+#endif
+
+#include "core/device.h"
+#include "core/gpu_check.h"
+
+namespace lockstep {
+
+namespace {
+
+using Error = GPU_API(Error_t);
+constexpr Error kOk = GPU_API(Success);
+#define RUN(call)                                                                       \
+  do {                                                                                  \
+    const Error run_error = (call);                                                     \
+    GPU_CHECK(run_error == kOk, "%s", GPU_API(GetErrorString)(run_error));              \
+  } while (0)
+
+GPU_API(Stream_t) stream_of(Context& c) { return static_cast<GPU_API(Stream_t)>(c.stream); }
+
+constexpr size_t kGrowth = size_t{64} << 20;  // physical memory is mapped in multiples of this; a multiple of every device's granularity (2 MiB)
+
+}  // namespace
+
+Status device_available() {
+  int n = 0;
+  const Error e = GPU_API(GetDeviceCount)(&n);
+  if (e == kOk && n > 0) return Status::ok();
+  (void)GPU_API(GetLastError)();
+  return Status::error(std::string("device = gpu: no GPU can be used (") + (e == kOk ? "none found" : GPU_API(GetErrorString)(e)) +
+                       "); check the driver with nvidia-smi or rocm-smi, or use device = cpu");
+}
+DeviceInfo device_info() {
+  int device = 0;
+  RUN(GPU_API(GetDevice)(&device));
+  GPU_API(DeviceProp) p;
+  RUN(GPU_API(GetDeviceProperties)(&p, device));
+  DeviceInfo info;
+  info.name = p.name;
+  info.multiprocessors = p.multiProcessorCount;
+  RUN(GPU_API(MemGetInfo)(&info.free_bytes, &info.memory_bytes));
+  return info;
+}
+void device_select(int ordinal) { RUN(GPU_API(SetDevice)(ordinal)); }
+int device_count() {
+  int n = 0;
+  return GPU_API(GetDeviceCount)(&n) == kOk ? n : 0;
+}
+
+namespace device_memory {
+
+#if defined(__HIP__)
+using Handle = hipMemGenericAllocationHandle_t;
+#else
+using Handle = CUmemGenericAllocationHandle;
+// The driver's functions by name, so that a program without a driver still starts and can say so.
+template <typename F>
+F driver(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t e = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+  GPU_CHECK(e == cudaSuccess && found != nullptr, "the driver has no %s; CUDA 12 or newer is needed", name);
+  return reinterpret_cast<F>(found);
+}
+#define DRIVER(name, ...)                                                        \
+  do {                                                                           \
+    static const auto function = driver<decltype(&cu##name)>("cu" #name);        \
+    const CUresult driver_error = function(__VA_ARGS__);                         \
+    GPU_CHECK(driver_error == CUDA_SUCCESS, "cu" #name " says %d", static_cast<int>(driver_error)); \
+  } while (0)
+#endif
+
+namespace {
+
+struct Mapped {
+  size_t reserved = 0, committed = 0;
+  std::vector<std::pair<Handle, size_t>> pieces;
+};
+std::mutex mutex;
+std::map<char*, Mapped>& arenas() {
+  static auto* all = new std::map<char*, Mapped>;
+  return *all;
+}
+size_t whole(size_t bytes) { return (bytes + kGrowth - 1) / kGrowth * kGrowth; }
+
+}  // namespace
+
+void* reserve(size_t bytes) {
+  RUN(GPU_API(Free)(nullptr));  // makes the context
+  const std::lock_guard lock(mutex);
+#if defined(__HIP__)
+  void* p = nullptr;
+  RUN(hipMemAddressReserve(&p, whole(bytes), 0, nullptr, 0));
+#else
+  CUdeviceptr address = 0;
+  DRIVER(MemAddressReserve, &address, whole(bytes), 0, 0, 0);
+  void* p = reinterpret_cast<void*>(address);
+#endif
+  arenas()[static_cast<char*>(p)].reserved = whole(bytes);
+  return p;
+}
+
+void commit(void* base, size_t, size_t end) {
+  const std::lock_guard lock(mutex);
+  Mapped& m = arenas().at(static_cast<char*>(base));
+  if (end <= m.committed) return;
+  const size_t bytes = whole(end - m.committed);
+  int device = 0;
+  RUN(GPU_API(GetDevice)(&device));
+  char* const at = static_cast<char*>(base) + m.committed;
+  Handle handle;
+#if defined(__HIP__)
+  hipMemAllocationProp p = {};
+  p.type = hipMemAllocationTypePinned;
+  p.location = {hipMemLocationTypeDevice, device};
+  RUN(hipMemCreate(&handle, bytes, &p, 0));
+  RUN(hipMemMap(at, bytes, 0, handle, 0));
+  hipMemAccessDesc access = {p.location, hipMemAccessFlagsProtReadWrite};
+  RUN(hipMemSetAccess(at, bytes, &access, 1));
+#else
+  CUmemAllocationProp p = {};
+  p.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  p.location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
+  DRIVER(MemCreate, &handle, bytes, &p, 0);
+  DRIVER(MemMap, reinterpret_cast<CUdeviceptr>(at), bytes, 0, handle, 0);
+  const CUmemAccessDesc access = {p.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  DRIVER(MemSetAccess, reinterpret_cast<CUdeviceptr>(at), bytes, &access, 1);
+#endif
+  m.pieces.push_back({handle, bytes});
+  m.committed += bytes;
+}
+
+void release(void* base, size_t) {
+  const std::lock_guard lock(mutex);
+  RUN(GPU_API(DeviceSynchronize)());
+  const auto found = arenas().find(static_cast<char*>(base));
+  Mapped& m = found->second;
+#if defined(__HIP__)
+  if (m.committed > 0) RUN(hipMemUnmap(base, m.committed));
+  for (const auto& [handle, bytes] : m.pieces) RUN(hipMemRelease(handle));
+  RUN(hipMemAddressFree(base, m.reserved));
+#else
+  if (m.committed > 0) DRIVER(MemUnmap, reinterpret_cast<CUdeviceptr>(base), m.committed);
+  for (const auto& [handle, bytes] : m.pieces) DRIVER(MemRelease, handle);
+  DRIVER(MemAddressFree, reinterpret_cast<CUdeviceptr>(base), m.reserved);
+#endif
+  arenas().erase(found);
+}
+
+void clear(void* p, size_t bytes) {
+  RUN(GPU_API(Memset)(p, 0, bytes));
+  RUN(GPU_API(DeviceSynchronize)());
+}
+
+}  // namespace device_memory
+
+GpuContext::GpuContext(int num_threads, size_t workspace_reserve_bytes)
+    : pool_(num_threads), workspace_("device workspace", workspace_reserve_bytes, Device::gpu), host_("host scratch", size_t{64} << 30) {
+  GPU_API(Stream_t) stream;
+  RUN(GPU_API(StreamCreate)(&stream));
+  context_.device = Device::gpu;
+  context_.pool = &pool_;
+  context_.workspace = &workspace_;
+  context_.host = &host_;
+  context_.stream = stream;
+}
+GpuContext::~GpuContext() {
+  RUN(GPU_API(StreamSynchronize)(stream_of(context_)));
+  RUN(GPU_API(StreamDestroy)(stream_of(context_)));
+}
+
+void synchronize(Context& c) {
+  if (c.on_gpu()) RUN(GPU_API(StreamSynchronize)(stream_of(c)));
+}
+
+void copy_bytes(Context& c, void* to, const void* from, size_t bytes) {
+  if (!c.on_gpu()) {
+    std::memcpy(to, from, bytes);
+  } else {
+    RUN(GPU_API(MemcpyAsync)(to, from, bytes, GPU_API(MemcpyDeviceToDevice), stream_of(c)));
+  }
+}
+void upload_bytes(Context& c, void* to, const void* from_host, size_t bytes) {
+  if (!c.on_gpu()) {
+    std::memcpy(to, from_host, bytes);
+  } else {
+    RUN(GPU_API(MemcpyAsync)(to, from_host, bytes, GPU_API(MemcpyHostToDevice), stream_of(c)));  // from pageable memory: staged before it returns
+  }
+}
+void download_bytes(Context& c, void* to_host, const void* from, size_t bytes) {
+  if (!c.on_gpu()) {
+    std::memcpy(to_host, from, bytes);
+  } else {
+    RUN(GPU_API(MemcpyAsync)(to_host, from, bytes, GPU_API(MemcpyDeviceToHost), stream_of(c)));
+    synchronize(c);
+  }
+}
+void set_zero(Context& c, TensorView v) {
+  CHECK(v.contiguous());
+  if (v.bytes() == 0) return;
+  if (!c.on_gpu()) {
+    std::memset(v.data, 0, v.bytes());
+  } else {
+    RUN(GPU_API(MemsetAsync)(v.data, 0, v.bytes(), stream_of(c)));
+  }
+}
+
+}  // namespace lockstep

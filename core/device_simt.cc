@@ -1,0 +1,108 @@
+// Device memory of the host executor: host memory that nobody may touch but kernels and copies, so that code which would read device memory from the
+// host fails here as it would on a GPU.
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "core/device.h"
+#include "core/simt.h"
+
+namespace lockstep {
+
+namespace {
+
+struct Regions {
+  std::mutex mutex;
+  int open = 0;  // accesses that are alive
+  std::map<char*, size_t> committed;
+};
+Regions& regions() {
+  static Regions* r = new Regions;  // outlives every arena
+  return *r;
+}
+
+void protect(char* p, size_t bytes, int how) { CHECK(bytes == 0 || mprotect(p, bytes, how) == 0, "cannot protect {} bytes of device memory", bytes); }
+
+}  // namespace
+
+namespace simt {
+DeviceAccess::DeviceAccess() {
+  Regions& r = regions();
+  const std::lock_guard lock(r.mutex);
+  if (r.open++ == 0)
+    for (const auto& [p, bytes] : r.committed) protect(p, bytes, PROT_READ | PROT_WRITE);
+}
+DeviceAccess::~DeviceAccess() {
+  Regions& r = regions();
+  const std::lock_guard lock(r.mutex);
+  if (--r.open == 0)
+    for (const auto& [p, bytes] : r.committed) protect(p, bytes, PROT_NONE);
+}
+}  // namespace simt
+
+Status device_available() { return Status::ok(); }
+DeviceInfo device_info() { return {.name = "host executor", .memory_bytes = 0, .free_bytes = 0, .multiprocessors = 1, .emulated = true}; }
+void device_select(int) {}
+int device_count() { return 1; }
+
+namespace device_memory {
+
+constexpr size_t kPage = 4096;
+
+void* reserve(size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK(p != MAP_FAILED, "cannot reserve {} bytes of address space", bytes);
+  Regions& r = regions();
+  const std::lock_guard lock(r.mutex);
+  r.committed[static_cast<char*>(p)] = 0;
+  return p;
+}
+void commit(void* base, size_t, size_t end) {
+  Regions& r = regions();
+  const std::lock_guard lock(r.mutex);
+  size_t& committed = r.committed.at(static_cast<char*>(base));
+  const size_t wanted = (end + kPage - 1) / kPage * kPage;
+  if (wanted <= committed) return;
+  char* const fresh = static_cast<char*>(base) + committed;
+  protect(fresh, wanted - committed, PROT_READ | PROT_WRITE);
+  std::memset(fresh, 0xff, wanted - committed);  // NaN, or -1: a read of what nobody wrote shows in the result
+  if (r.open == 0) protect(fresh, wanted - committed, PROT_NONE);
+  committed = wanted;
+}
+void release(void* base, size_t bytes) {
+  Regions& r = regions();
+  const std::lock_guard lock(r.mutex);
+  r.committed.erase(static_cast<char*>(base));
+  munmap(base, bytes);
+}
+void clear(void* p, size_t bytes) {
+  const simt::DeviceAccess access;
+  std::memset(p, 0, bytes);
+}
+
+}  // namespace device_memory
+
+GpuContext::GpuContext(int num_threads, size_t workspace_reserve_bytes)
+    : pool_(num_threads), workspace_("device workspace", workspace_reserve_bytes, Device::gpu), host_("host scratch", size_t{64} << 30) {
+  context_ = {.device = Device::gpu, .pool = &pool_, .workspace = &workspace_, .host = &host_, .stream = nullptr};
+}
+GpuContext::~GpuContext() = default;
+
+void synchronize(Context&) {}
+
+void copy_bytes(Context& c, void* to, const void* from, size_t bytes) {
+  const simt::DeviceAccess access;
+  std::memcpy(to, from, bytes);
+}
+void upload_bytes(Context& c, void* to, const void* from_host, size_t bytes) { copy_bytes(c, to, from_host, bytes); }
+void download_bytes(Context& c, void* to_host, const void* from, size_t bytes) { copy_bytes(c, to_host, from, bytes); }
+void set_zero(Context& c, TensorView v) {
+  CHECK(v.contiguous(), "zeros to a strided view {}", v.shape.str());
+  const simt::DeviceAccess access;
+  std::memset(v.data, 0, v.bytes());
+}
+
+}  // namespace lockstep

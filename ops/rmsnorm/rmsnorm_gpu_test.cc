@@ -1,0 +1,59 @@
+// The kernels have the CPU's bits, in every shape, strided, in place and accumulating.
+
+#include "ops/rmsnorm/rmsnorm.h"
+
+#include <gtest/gtest.h>
+
+#include "ops/gpu_testing.h"
+
+namespace lockstep {
+namespace {
+
+using testing::count_bit_differences;
+using testing::random_tensor;
+using testing::Tensor;
+
+TEST(RmsNormGpu, HasTheCpusBits) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const Shape& shape : {Shape{1, 1}, Shape{3, 7}, Shape{33, 16}, Shape{5, 64}, Shape{70, 100}, Shape{3, 4096}})
+      for (const bool gain : {true, false})
+        for (const bool accumulate : {true, false}) {
+          const int64_t rows = shape[0], n = shape[1];
+          // Everything lies inside wider tensors, compared whole: what is outside must stay untouched.
+          const Tensor x = random_tensor(1, dtype, {rows, n + 5}, 3.0f), w = random_tensor(2, DType::f32, {n}), dy = random_tensor(3, DType::f32, {rows, n + 3});
+          const Tensor y = random_tensor(4, dtype, {rows, n + 5}), inv(DType::f32, {rows}), dx = random_tensor(5, DType::f32, {rows, n + 2}),
+                       dw = random_tensor(6, DType::f32, {n});
+          const TensorView gy = gpu.put(y), ginv = gpu.put(inv), gdx = gpu.put(dx), gdw = gpu.put(dw);
+          const auto run = [&](Context& c, TensorView y, TensorView inv, TensorView dx, TensorView dw, ConstTensorView x, ConstTensorView w, ConstTensorView dy) {
+            if (!gain) w = {}, dw = {};
+            rmsnorm(c, y.cols(2, n), inv, x.cols(2, n), w, 0.01f);
+            rmsnorm_backward(c, dx.cols(1, n), dw, dy.cols(1, n), x.cols(2, n), w, inv, accumulate);
+          };
+          run(gpu, gy, ginv, gdx, gdw, gpu.put(x), gpu.put(w), gpu.put(dy));
+          run(cpu, y, inv, dx, dw, x, w, dy);
+          EXPECT_EQ(count_bit_differences(gpu.get(gy), y), 0) << dtype_name(dtype) << shape.str();
+          EXPECT_EQ(count_bit_differences(gpu.get(ginv), inv), 0) << dtype_name(dtype) << shape.str();
+          EXPECT_EQ(count_bit_differences(gpu.get(gdx), dx), 0) << dtype_name(dtype) << shape.str();
+          EXPECT_EQ(count_bit_differences(gpu.get(gdw), dw), 0) << dtype_name(dtype) << shape.str();
+        }
+}
+
+TEST(RmsNormGpu, WorksInPlace) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  const Tensor x = random_tensor(1, DType::f32, {9, 33}), dy = random_tensor(3, DType::f32, {9, 33});
+  const TensorView gx = gpu.put(x), gdy = gpu.put(dy), ginv = gpu.make(DType::f32, {9});
+  Tensor y(DType::f32, {9, 33}), inv(DType::f32, {9}), dx(DType::f32, {9, 33});
+  rmsnorm(cpu, y, inv, x, {}, 0.01f);
+  rmsnorm_backward(cpu, dx, {}, dy, x, {}, inv);
+  const TensorView in_place = gpu.put(x);
+  rmsnorm(gpu, in_place, ginv, in_place, {}, 0.01f);
+  rmsnorm_backward(gpu, gdy, {}, gdy, gx, {}, ginv);
+  EXPECT_EQ(count_bit_differences(gpu.get(in_place), y), 0);
+  EXPECT_EQ(count_bit_differences(gpu.get(gdy), dx), 0);
+}
+
+}  // namespace
+}  // namespace lockstep
