@@ -60,12 +60,16 @@ constexpr std::string_view kAggregationWords[] = {"token_mean", "seq_mean_token_
                                                   "seq_mean_token_sum_norm", "token_sum"};
 constexpr std::string_view kKlWords[] = {"none", "k1", "k2", "k3"};
 constexpr std::string_view kSamplerNumericsWords[] = {"same", "f32", "bf16", "fp8", "fp4"};
+constexpr std::string_view kDeviceWords[] = {"cpu", "gpu"};
 constexpr std::string_view kTisWords[] = {"none", "token", "sequence"};
 constexpr std::string_view kReplayWords[] = {"none", "routing", "routing+index"};
 constexpr std::string_view kScheduleWords[] = {"constant", "cosine"};
 
 const std::vector<Setting>& rows() {
   static const std::vector<Setting> table = {
+      {"device", choice<FIELD(model.device)>(kDeviceWords), "", "cpu", 0, 0,
+       "Where the model runs: every rank's weights, state, sampling and training. gpu: one GPU a rank, for which the program must have been built (docs/gpu.md); "
+       "otherwise its kernels run on the host, one thread after the other, for tests."},
       {"run.dir", +FIELD(run.dir), "path", "", 0, 0,
        "Where everything the run produces goes: resolved config, metrics, rollouts, checkpoints. Made if missing; a directory "
        "that holds a run is refused without --resume."},

@@ -13,6 +13,19 @@ void check_like(ConstTensorView a, ConstTensorView b) {
 
 }  // namespace
 
+DeviceContext::DeviceContext(Device device, int num_threads, size_t workspace_reserve_bytes)
+    : pool_(num_threads), workspace_(device == Device::gpu ? "device workspace" : "workspace", workspace_reserve_bytes, device),
+      host_("host scratch", device == Device::gpu ? workspace_reserve_bytes : 0) {
+  context_.device = device;
+  context_.pool = &pool_;
+  context_.workspace = &workspace_;
+  context_.host = device == Device::gpu ? &host_ : &workspace_;
+  context_.stream = device == Device::gpu ? make_stream() : nullptr;
+}
+DeviceContext::~DeviceContext() {
+  if (context_.on_gpu()) destroy_stream(context_.stream);
+}
+
 void copy(Context& c, TensorView to, ConstTensorView from) {
   check_like(to, from);
   if (to.bytes() > 0) copy_bytes(c, to.data, from.data, to.bytes());
@@ -24,6 +37,12 @@ void upload(Context& c, TensorView to, ConstTensorView from_host) {
 void download(Context& c, TensorView to_host, ConstTensorView from) {
   check_like(to_host, from);
   if (from.bytes() > 0) download_bytes(c, to_host.data, from.data, from.bytes());
+}
+
+TensorView zeros(Context& c, DType dtype, Shape shape, std::string_view name) {
+  const TensorView v = c.workspace->tensor(dtype, shape, name);
+  if (v.bytes() > 0) set_zero(c, v);
+  return v;
 }
 
 ConstTensorView on_host(Context& c, ConstTensorView v) {

@@ -31,21 +31,24 @@ void release(void* base, size_t bytes);
 void clear(void* p, size_t bytes);  // zeros; waits
 }  // namespace device_memory
 
-// A context on the GPU with its own stream, workspace, host scratch and pool: what programs and tests start from.
-class GpuContext {
+// A context on either device with its own pool, workspace, host scratch and stream: what programs start from (CpuContext serves where the CPU is meant).
+class DeviceContext {
  public:
-  explicit GpuContext(int num_threads = 1, size_t workspace_reserve_bytes = size_t{64} << 30);
-  ~GpuContext();
-  GpuContext(const GpuContext&) = delete;
-  GpuContext& operator=(const GpuContext&) = delete;
+  explicit DeviceContext(Device device, int num_threads = 1, size_t workspace_reserve_bytes = size_t{64} << 30);
+  ~DeviceContext();
+  DeviceContext(const DeviceContext&) = delete;
+  DeviceContext& operator=(const DeviceContext&) = delete;
   Context& get() { return context_; }
   operator Context&() { return context_; }
+  Arena& workspace() { return workspace_; }
 
  private:
   ThreadPool pool_;
   Arena workspace_, host_;
   Context context_;
 };
+void* make_stream();
+void destroy_stream(void* stream);  // waits for its work
 
 // The host waits until all work of the context's stream is done. Nothing on the CPU.
 void synchronize(Context& c);
@@ -53,6 +56,7 @@ void synchronize(Context& c);
 // Contiguous views of one shape and dtype. All work on the CPU too, where they are plain copies.
 void copy(Context& c, TensorView to, ConstTensorView from);           // both in the context's memory
 void set_zero(Context& c, TensorView v);                              // in the context's memory
+TensorView zeros(Context& c, DType dtype, Shape shape, std::string_view name);  // from c's workspace
 void upload(Context& c, TensorView to, ConstTensorView from_host);    // the host's memory may be used again at once
 void download(Context& c, TensorView to_host, ConstTensorView from);  // waits
 // The same for bytes.
@@ -65,5 +69,16 @@ void download_bytes(Context& c, void* to_host, const void* from, size_t bytes);
 ConstTensorView on_host(Context& c, ConstTensorView v);
 // What the host made in c.host, in the context's memory: itself on the CPU, otherwise a copy in `arena`.
 TensorView on_device(Context& c, TensorView v, Arena& arena);
+// Fills a contiguous tensor of the context's memory by what `fill(TensorView)` writes on the host: in place on the CPU, otherwise by way of c.host.
+// Returns what `fill` returns; after an error of its own, v's contents are undefined.
+template <typename Fill>
+auto fill_on_host(Context& c, TensorView v, Fill fill) {
+  if (!c.on_gpu()) return fill(v);
+  const ArenaScope scope(*c.host);
+  const TensorView copy = c.host->tensor(v.dtype, v.shape, "host copy");
+  auto result = fill(copy);
+  upload(c, v, copy);
+  return result;
+}
 
 }  // namespace lockstep

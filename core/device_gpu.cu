@@ -47,7 +47,11 @@ Status device_available() {
 DeviceInfo device_info() {
   int device = 0;
   RUN(GPU_API(GetDevice)(&device));
-  GPU_API(DeviceProp) p;
+#if defined(__HIP__)
+  hipDeviceProp_t p;
+#else
+  cudaDeviceProp p;
+#endif
   RUN(GPU_API(GetDeviceProperties)(&p, device));
   DeviceInfo info;
   info.name = p.name;
@@ -168,19 +172,14 @@ void clear(void* p, size_t bytes) {
 
 }  // namespace device_memory
 
-GpuContext::GpuContext(int num_threads, size_t workspace_reserve_bytes)
-    : pool_(num_threads), workspace_("device workspace", workspace_reserve_bytes, Device::gpu), host_("host scratch", size_t{64} << 30) {
+void* make_stream() {
   GPU_API(Stream_t) stream;
   RUN(GPU_API(StreamCreate)(&stream));
-  context_.device = Device::gpu;
-  context_.pool = &pool_;
-  context_.workspace = &workspace_;
-  context_.host = &host_;
-  context_.stream = stream;
+  return stream;
 }
-GpuContext::~GpuContext() {
-  RUN(GPU_API(StreamSynchronize)(stream_of(context_)));
-  RUN(GPU_API(StreamDestroy)(stream_of(context_)));
+void destroy_stream(void* stream) {
+  RUN(GPU_API(StreamSynchronize)(static_cast<GPU_API(Stream_t)>(stream)));
+  RUN(GPU_API(StreamDestroy)(static_cast<GPU_API(Stream_t)>(stream)));
 }
 
 void synchronize(Context& c) {

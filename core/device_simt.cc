@@ -85,11 +85,8 @@ void clear(void* p, size_t bytes) {
 
 }  // namespace device_memory
 
-GpuContext::GpuContext(int num_threads, size_t workspace_reserve_bytes)
-    : pool_(num_threads), workspace_("device workspace", workspace_reserve_bytes, Device::gpu), host_("host scratch", size_t{64} << 30) {
-  context_ = {.device = Device::gpu, .pool = &pool_, .workspace = &workspace_, .host = &host_, .stream = nullptr};
-}
-GpuContext::~GpuContext() = default;
+void* make_stream() { return nullptr; }
+void destroy_stream(void*) {}
 
 void synchronize(Context&) {}
 
@@ -101,6 +98,7 @@ void upload_bytes(Context& c, void* to, const void* from_host, size_t bytes) { c
 void download_bytes(Context& c, void* to_host, const void* from, size_t bytes) { copy_bytes(c, to_host, from, bytes); }
 void set_zero(Context& c, TensorView v) {
   CHECK(v.contiguous(), "zeros to a strided view {}", v.shape.str());
+  if (v.bytes() == 0) return;
   const simt::DeviceAccess access;
   std::memset(v.data, 0, v.bytes());
 }

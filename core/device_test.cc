@@ -12,7 +12,7 @@ namespace {
 
 TEST(Device, BytesGoThereAndBack) {
   ASSERT_TRUE(device_available().is_ok());
-  GpuContext gpu;
+  DeviceContext gpu(Device::gpu);
   Context& c = gpu;
   Arena arena("test", size_t{8} << 30, Device::gpu);
   std::vector<TensorView> pieces;

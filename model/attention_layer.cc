@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "core/device.h"
 #include "model/linear.h"
 #include "model/tensor_parallel.h"
 #include "ops/attention/attention.h"
@@ -180,7 +180,7 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
     if (model.replay != nullptr && !model.replay->entries.empty()) {
       const ConstTensorView& chosen = model.replay->entries[static_cast<size_t>(layer)];
       CHECK(chosen.shape == saved.selected.shape, "entries chosen for {}, there are {}", chosen.shape.str(), saved.selected.shape.str());
-      std::memcpy(saved.selected.data, chosen.data, chosen.bytes());
+      copy(c, saved.selected, chosen);
     } else {
       select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected, tp, model.cache.index_fp4);
     }
@@ -239,8 +239,8 @@ void attention_layer_backward(Context& c, const Model& model, int layer, const S
 
   // Attention.
   TensorView dq = ws.tensor(DType::f32, {T, H * d}, "attn.dq");
-  TensorView dstore = l.compressed() ? ws.zeros(DType::f32, s.entries.shape, "attn.dentries") : TensorView();
-  TensorView dsink = grad.sink.empty() ? ws.zeros(DType::f32, {H}, "attn.dsink") : grad.sink;
+  TensorView dstore = l.compressed() ? zeros(c, DType::f32, s.entries.shape, "attn.dentries") : TensorView();
+  TensorView dsink = grad.sink.empty() ? zeros(c, DType::f32, {H}, "attn.dsink") : grad.sink;
   attention_backward(c, dq.reshape({T, H, d}), dkv, dstore, dsink, d_o.reshape({T, H, d}), o.reshape({T, H, d}), saved.lse, saved.q.reshape({T, H, d}),
                      {saved.kv, ConstTensorView(), s.entries, saved.selected}, w.sink.rows, seq, attention_shape(m, l, s));
   if (E > 0) entries_gather(c, dpooled, dstore, entries, seq, s.per_page);
@@ -264,7 +264,7 @@ void attention_layer_backward(Context& c, const Model& model, int layer, const S
   rope(c, dpooled, entries.pos, rope_table, 1, /*inverse=*/true);
   rmsnorm_backward(c, dpooled, grad.compressor->norm, dpooled, saved.pooled, w.compressor->norm.rows, saved.pooled_inv);
   TensorView dproj = ws.tensor(DType::f32, {T, shape.proj_width()}, "attn.dproj");
-  TensorView dape = grad.compressor->ape.empty() ? ws.zeros(DType::f32, w.compressor->ape.rows.shape, "attn.dape") : grad.compressor->ape;
+  TensorView dape = grad.compressor->ape.empty() ? zeros(c, DType::f32, w.compressor->ape.rows.shape, "attn.dape") : grad.compressor->ape;
   compress_backward(c, dproj, dape, dpooled, saved.proj, w.compressor->ape.rows, entries, seq, shape);
   const int64_t half = shape.proj_width() / 2;
   linear_backward(c, du, Into::add, grad.compressor->wkv, dproj.cols(0, half), u, w.compressor->wkv);

@@ -1,5 +1,7 @@
 #include "model/batch.h"
 
+#include "core/device.h"
+
 namespace lockstep {
 
 namespace {
@@ -15,6 +17,26 @@ struct IntBuilder {
 
 BatchBuilder::BatchBuilder(const ModelConfig& config, int64_t page_tokens) : config_(config), page_tokens_(page_tokens) {
   batch_.entries.resize(static_cast<size_t>(config.num_layers()));
+}
+
+const SequenceBatch& BatchBuilder::build(Context& c, Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted) {
+  if (!c.on_gpu()) return build(arena, rows, wanted);
+  // All arrays lie one behind the other in host scratch; each view then moves to the same place of the copy.
+  const ArenaScope scope(*c.host);
+  const size_t begin = c.host->mark();
+  const char* const host = static_cast<const char*>(c.host->allocate(0, "batch"));
+  build(*c.host, rows, wanted);
+  const size_t bytes = c.host->mark() - begin;
+  char* const device = static_cast<char*>(arena.allocate(bytes, "batch"));
+  upload_bytes(c, device, host, bytes);
+  const auto move = [&](ConstTensorView& v) {
+    if (v.data != nullptr) v.data = device + (static_cast<const char*>(v.data) - host);
+  };
+  SequenceView& q = batch_.seq;
+  for (ConstTensorView* v : {&q.token_seq, &q.token_pos, &q.seq_row, &q.seq_pos, &q.seq_slot, &q.page_table, &batch_.tokens, &batch_.wanted}) move(*v);
+  for (EntryView& e : batch_.entries)
+    for (ConstTensorView* v : {&e.seq, &e.idx, &e.pos, &e.seq_first}) move(*v);
+  return batch_;
 }
 
 const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted) {

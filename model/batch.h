@@ -36,6 +36,8 @@ class BatchBuilder {
   BatchBuilder(const ModelConfig& config, int64_t page_tokens);
   // Checks token ids and positions (CHECK), packs `rows` into `arena`. The result is overwritten by the next build.
   const SequenceBatch& build(Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted);
+  // The same for an arena of c's device: to the GPU it goes as one copy.
+  const SequenceBatch& build(Context& c, Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted);
   int64_t page_tokens() const { return page_tokens_; }
 
  private:

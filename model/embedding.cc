@@ -1,7 +1,6 @@
 #include "model/embedding.h"
 
-#include <numeric>
-
+#include "core/device.h"
 #include "model/tensor_parallel.h"
 #include "ops/embed/embed.h"
 
@@ -16,8 +15,10 @@ void embedding_forward(Context& c, const Model& model, TensorView x, ConstTensor
   // Rows of the tokens that each rank holds, in order, rank by rank; row[t] says where token t's came to lie.
   ArenaScope scope(*c.workspace);
   const int64_t T = tokens.rows(), D = m.hidden_size;
-  const TensorView rows = c.workspace->tensor(table.dtype, {T, D}, "embed.rows"), row = c.workspace->tensor(DType::i32, {T}, "embed.row");
-  const TensorView own_id = c.workspace->tensor(DType::i32, {T}, "embed.own_id");
+  const TensorView rows = c.workspace->tensor(table.dtype, {T, D}, "embed.rows");
+  const ArenaScope host_scope(*c.host);
+  const ConstTensorView ids_of = on_host(c, tokens);
+  TensorView row = c.host->tensor(DType::i32, {T}, "embed.row"), own_id = c.host->tensor(DType::i32, {T}, "embed.own_id");
   std::vector<int64_t> held;
   int64_t filled = 0, own_first = 0;
   for (int r = 0; r < tp->size(); ++r) {
@@ -25,7 +26,7 @@ void embedding_forward(Context& c, const Model& model, TensorView x, ConstTensor
     const int64_t first = filled;
     if (r == tp->rank()) own_first = first;
     for (int64_t t = 0; t < T; ++t) {
-      const int32_t id = tokens.ptr<int32_t>()[t];
+      const int32_t id = ids_of.ptr<int32_t>()[t];
       if (!ids.contains(id)) continue;
       if (r == tp->rank()) own_id.ptr<int32_t>()[filled - first] = static_cast<int32_t>(id - ids.begin);
       row.ptr<int32_t>()[t] = static_cast<int32_t>(filled++);
@@ -33,6 +34,8 @@ void embedding_forward(Context& c, const Model& model, TensorView x, ConstTensor
     held.push_back(filled - first);
   }
   CHECK(filled == T, "{} of {} tokens are in a vocabulary of {}", filled, T, m.vocab_size);
+  row = on_device(c, row, *c.workspace);
+  own_id = on_device(c, own_id, *c.workspace);
   const int64_t own = held[static_cast<size_t>(tp->rank())];
   const TensorView mine = rows.slice(own_first, own);
   if (own > 0) embed(c, mine.reshape({own, 1, D}), table, own_id.slice(0, own));

@@ -131,7 +131,7 @@ TensorView decode_hidden(Context& c, GoldenModel& g) {
     std::vector<SequenceRows> rows;
     for (int64_t b = 0; b < B; ++b)
       rows.push_back({g.sequence(b).subspan(static_cast<size_t>(at), static_cast<size_t>(count)), at, static_cast<int32_t>(b), pages[static_cast<size_t>(b)]});
-    const TensorView hidden = forward(c, g.model, builder.build(*c.workspace, rows, WantedRows::all), state, nullptr);
+    const TensorView hidden = forward(c, g.model, builder.build(c, *c.workspace, rows, WantedRows::all), state, nullptr);
     for (int64_t b = 0; b < B; ++b)
       std::memcpy(out.slice(b * S + at, count).data, hidden.slice(b * count, count).data, hidden.slice(b * count, count).bytes());
     at += count;
@@ -217,7 +217,7 @@ Result<GoldenReport> verify_golden(Context& c, const std::string& path, Numerics
     rows.push_back({g.sequence(b), 0, -1, pages[static_cast<size_t>(b)]});
   }
   BatchBuilder builder(m, page_tokens);
-  const SequenceBatch& batch = builder.build(*c.workspace, rows, WantedRows::all);
+  const SequenceBatch& batch = builder.build(c, *c.workspace, rows, WantedRows::all);
   Saved saved;
   saved.arena = &g.arena;
   const TensorView hidden = forward(c, g.model, batch, state, &saved);

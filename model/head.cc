@@ -1,8 +1,8 @@
 #include "model/head.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "core/device.h"
 #include "model/tensor_parallel.h"
 #include "ops/logprob/logprob.h"
 
@@ -91,7 +91,7 @@ void head_logprob_backward(Context& c, const Model& model, TensorView dhidden, T
   const WeightView& head = model.weights->tensors().head;
   const VocabPart part = tp == nullptr ? VocabPart() : shared_vocabulary(model, *tp).part;
   if (head.rows.empty()) {  // more ranks than chunks
-    std::memset(dhidden.data, 0, dhidden.bytes());
+    set_zero(c, dhidden);
   } else {
     select_logprob_backward(c, dhidden, dhead_accum, dlogprob, dentropy, hidden, head, target, temperature, lse, entropy, part);
   }

@@ -1,12 +1,11 @@
 #include "model/moe_layer.h"
 
-#include <numeric>
-
 #include "model/expert_exchange.h"
 #include "model/experts.h"
 #include "model/linear.h"
 #include "ops/gate/gate.h"
 #include "ops/moe_permute/moe_permute.h"
+#include "ops/rows/rows.h"
 #include "ops/swiglu/swiglu.h"
 
 namespace lockstep {
@@ -26,7 +25,7 @@ void moe_layer_forward(Context& c, const Model& model, int layer, const Sequence
   if (model.replay != nullptr) {  // row t of the choices, as if they were a table
     const ArenaScope scope(*c.workspace);
     const TensorView row = c.workspace->tensor(DType::i32, {T}, "moe.row");
-    std::iota(row.ptr<int32_t>(), row.ptr<int32_t>() + T, 0);
+    number_rows(c, row);
     route_hashed(c, saved.ids, saved.weight, saved.z, row, model.replay->experts[static_cast<size_t>(layer)], m.routed_scale);
   } else if (l.hash_routed) {
     route_hashed(c, saved.ids, saved.weight, saved.z, batch.tokens, w.tid2eid.rows, m.routed_scale);

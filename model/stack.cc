@@ -1,7 +1,6 @@
 #include "model/stack.h"
 
-#include <cstring>
-
+#include "core/device.h"
 #include "model/attention_layer.h"
 #include "model/embedding.h"
 #include "model/moe_layer.h"
@@ -9,6 +8,7 @@
 #include "ops/cast/cast.h"
 #include "ops/moe_permute/moe_permute.h"
 #include "ops/rmsnorm/rmsnorm.h"
+#include "ops/rows/rows.h"
 
 namespace lockstep {
 
@@ -22,6 +22,12 @@ RopeTables make_rope_tables(const ModelConfig& config, int64_t positions, Arena&
   rope_table(t.window, config.rope_theta, RopeScaling());
   rope_table(t.compressed, config.compress_rope_theta, config.compress_rope_scaling);
   return t;
+}
+RopeTables make_rope_tables(Context& c, const ModelConfig& config, int64_t positions, Arena& arena) {
+  if (!c.on_gpu()) return make_rope_tables(config, positions, arena);
+  const ArenaScope scope(*c.host);
+  const RopeTables made = make_rope_tables(config, positions, *c.host);
+  return {on_device(c, made.window, arena), on_device(c, made.compressed, arena)};
 }
 
 namespace {
@@ -97,19 +103,6 @@ void layer_backward(Context& c, const Model& model, int layer, const SequenceBat
   });
 }
 
-// out[wanted[r]] = rows[r], everything else zero.
-void scatter_wanted(Context& c, TensorView out, ConstTensorView rows, ConstTensorView wanted) {
-  std::memset(out.data, 0, out.bytes());
-  const size_t bytes = static_cast<size_t>(out.shape.row_elements()) * dtype_bytes(out.dtype);
-  parallel_for(c, rows.rows(), out.shape.row_elements(), [&](int64_t b, int64_t e, int) {
-    for (int64_t r = b; r < e; ++r) std::memcpy(out.row<float>(wanted.ptr<int32_t>()[r]), rows.row<float>(r), bytes);
-  });
-}
-
-}  // namespace
-
-namespace {
-
 // From the streams [T, n, D] to the hidden rows [R, D] of the wanted rows.
 void final_site_forward(Context& c, const Model& model, const SequenceBatch& batch, TensorView hidden, ConstTensorView x, Saved* saved) {
   const Weights& weights = *model.weights;
@@ -147,12 +140,14 @@ void final_site_backward(Context& c, const Model& model, const SequenceBatch& ba
   Arena& ws = *c.workspace;
   TensorView dh = ws.tensor(DType::f32, {R, D}, "final.dh"), dpre = ws.tensor(DType::f32, {R, n}, "final.dpre");
   TensorView dxw = batch.wanted.empty() ? dx : ws.tensor(DType::f32, {R, n, D}, "final.dx");
-  std::memset(dxw.data, 0, dxw.bytes());
+  if (R > 0) set_zero(c, dxw);
   rmsnorm_backward(c, dh, gradients.tensors.norm, dhidden, saved.final_h, weights.tensors().norm.rows, saved.final_norm_inv);
   hyper_pre_backward(c, dxw, dpre, dh, saved.final_x, saved.final_pre);
   hyper_head_mix_backward(c, dxw, hyper_gradients(gradients.tensors.hc_head), dpre, saved.final_raw, saved.final_inv_rms, saved.final_x,
                           hyper_weights(weights.tensors().hc_head), hyper_shape(m));
-  if (!batch.wanted.empty()) scatter_wanted(c, dx, dxw, batch.wanted);
+  if (batch.wanted.empty()) return;
+  if (dx.rows() > 0) set_zero(c, dx);
+  scatter_rows(c, dx.reshape({dx.rows(), n * D}), dxw.reshape({R, n * D}), batch.wanted);
 }
 
 }  // namespace
@@ -211,7 +206,7 @@ TensorView forward(Context& c, const Model& model, const SequenceBatch& batch, c
     final_site_forward(c, model, batch, result, x, saved);
     probe("final", result);
   } else {
-    std::memcpy(result.data, x.data, x.bytes());
+    copy(c, result, x);
   }
   return result;
 }
@@ -231,7 +226,7 @@ void backward(Context& c, const Model& model, const SequenceBatch& batch, const 
   if (shard.head) {
     final_site_backward(c, model, batch, saved, dx, doutput, gradients);
   } else {
-    std::memcpy(dx.data, doutput.data, dx.bytes());
+    copy(c, dx, doutput);
   }
   for (int64_t i = shard.layers.size() - 1; i >= 0; --i) {
     const int layer = static_cast<int>(shard.layers.begin + i);
@@ -250,7 +245,7 @@ void backward(Context& c, const Model& model, const SequenceBatch& batch, const 
     }
   }
   if (!shard.embedding) {
-    std::memcpy(dinput.data, dx.data, dx.bytes());
+    copy(c, dinput, dx);
   } else if (!gradients.tensors.embed.empty()) {
     embedding_backward(c, model, gradients.tensors.embed, dx, batch.tokens);
   }

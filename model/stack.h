@@ -22,6 +22,7 @@ struct RopeTables {
   TensorView compressed;  // csa, hca layers
 };
 RopeTables make_rope_tables(const ModelConfig& config, int64_t positions, Arena& arena);
+RopeTables make_rope_tables(Context& c, const ModelConfig& config, int64_t positions, Arena& arena);  // in an arena of c's device
 
 // Called after named points of the forward with f32 or storage-dtype rows [T, ...]: how a first difference is located and hidden states are checked.
 // Points: "embed", then for layer i "attn.u", "attn.q", "attn.kv", "attn.o", "attn.y", "attn.x", "ffn.u", "ffn.ids", "ffn.y", "ffn.x", then "final" (layer -1).

@@ -1,6 +1,6 @@
 #include "model/state.h"
 
-#include <cstring>
+#include "core/device.h"
 
 namespace lockstep {
 
@@ -28,11 +28,8 @@ LayerShape layer_shape(const ModelConfig& m, const LayerConfig& l, int64_t page_
   return s;
 }
 
-void copy_row(const TensorView& v, int64_t to, int64_t from, int64_t count) {
-  if (v.empty()) return;
-  const size_t bytes = static_cast<size_t>(v.shape.row_elements() * count) * dtype_bytes(v.dtype);
-  char* base = static_cast<char*>(v.data);
-  std::memcpy(base + static_cast<size_t>(to) * bytes, base + static_cast<size_t>(from) * bytes, bytes);
+void copy_rows(Context& c, const TensorView& v, int64_t to, int64_t from, int64_t count) {
+  if (!v.empty()) copy(c, v.slice(to * count, count), v.slice(from * count, count));
 }
 
 }  // namespace
@@ -54,18 +51,18 @@ StatePool::StatePool(const ModelConfig& config, Numerics numerics, int64_t num_s
   }
 }
 
-void StatePool::copy_slot(int64_t to, int64_t from) {
+void StatePool::copy_slot(Context& c, int64_t to, int64_t from) {
   for (const LayerState& l : layers_) {
-    copy_row(l.window, to, from, 1);
-    copy_row(l.compressor_ring, to, from, 1);
-    copy_row(l.index_ring, to, from, 1);
+    copy_rows(c, l.window, to, from, 1);
+    copy_rows(c, l.compressor_ring, to, from, 1);
+    copy_rows(c, l.index_ring, to, from, 1);
   }
 }
 
-void StatePool::copy_page(int64_t to, int64_t from) {
+void StatePool::copy_page(Context& c, int64_t to, int64_t from) {
   for (const LayerState& l : layers_) {
-    copy_row(l.entries, to, from, l.per_page);
-    copy_row(l.index_entries, to, from, l.per_page);
+    copy_rows(c, l.entries, to, from, l.per_page);
+    copy_rows(c, l.index_entries, to, from, l.per_page);
   }
 }
 

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "core/arena.h"
+#include "core/context.h"
 #include "model/config.h"
 
 namespace lockstep {
@@ -33,8 +33,8 @@ class StatePool {
   int64_t num_pages() const { return num_pages_; }
   int64_t page_tokens() const { return page_tokens_; }
   int64_t pages_for(int64_t positions) const { return (positions + page_tokens_ - 1) / page_tokens_; }
-  void copy_slot(int64_t to, int64_t from);  // a sample that continues from a shared prompt starts with copies
-  void copy_page(int64_t to, int64_t from);
+  void copy_slot(Context& c, int64_t to, int64_t from);  // a sample that continues from a shared prompt starts with copies
+  void copy_page(Context& c, int64_t to, int64_t from);
   static StateSize size(const ModelConfig& config, Numerics numerics, int64_t page_tokens);
 
  private:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/device.h"
 #include "core/rng.h"
 #include "ops/cast/cast.h"
 
@@ -241,10 +242,11 @@ TensorSet make_tensor_set(const std::vector<TensorSpec>& table, Arena& arena, co
 
 Weights::Weights(const ModelConfig& config, Numerics numerics, const Shard& shard, Arena& arena)
     : config_(config), numerics_(numerics), shard_(shard), table_(tensor_table(config, shard)) {
+  const bool panels = arena.device() == Device::cpu;  // the GPU's kernels read rows and scales
   visit<WeightView>(config_, shard_, tensors_, [&](const TensorSpec& spec, WeightView& w) {
     const DType dtype = spec.weight_dtype(numerics);
     rows_.push_back(spec.held() ? arena.zeros(dtype, spec.stored_shape(numerics), spec.name) : TensorView());
-    panels_.push_back(spec.held() && spec.has_panels() ? arena.zeros(dtype, panel_shape(rows_.back().shape), spec.name) : TensorView());
+    panels_.push_back(spec.held() && spec.has_panels() && panels ? arena.zeros(dtype, panel_shape(rows_.back().shape), spec.name) : TensorView());
     w.rows = rows_.back();
     w.panels = panels_.back();
     scales_.emplace_back();
@@ -253,7 +255,7 @@ Weights::Weights(const ModelConfig& config, Numerics numerics, const Shard& shar
       w.row_grid = spec.row_grid(numerics);
       w.col_grid = spec.col_grid(numerics);
       w.scales = scales_.back() = arena.zeros(DType::ue8m0, scales, spec.name);
-      w.panel_scales = panel_scales_.back() = arena.zeros(DType::f32, panel_scale_shape(w), spec.name);
+      if (panels) w.panel_scales = panel_scales_.back() = arena.zeros(DType::f32, panel_scale_shape(w), spec.name);
     }
     by_id_.push_back(&w);
   });
@@ -277,7 +279,7 @@ Status Weights::load(Context& c, const ReadBox& read, int64_t version) {
     if (!spec.held()) continue;
     const ArenaScope scope(*c.workspace);
     const TensorView master = c.workspace->tensor(spec.master_dtype(), spec.shape, spec.name);
-    LOCKSTEP_RETURN_IF_ERROR(read(spec, spec.box, matrix_view(master)));
+    LOCKSTEP_RETURN_IF_ERROR(fill_on_host(c, master, [&](TensorView v) { return read(spec, spec.box, matrix_view(v)); }));
     store(c, spec.id, master);
   }
   commit(c, version);
@@ -287,7 +289,7 @@ Status Weights::load(Context& c, const ReadBox& read, int64_t version) {
 void Weights::store(Context& c, int id, ConstTensorView master) {
   const auto i = static_cast<size_t>(id);
   if (master.dtype == DType::i32) {
-    std::memcpy(rows_[i].data, master.data, master.bytes());
+    copy(c, rows_[i], master);
   } else if (!scales_[i].empty()) {
     quant_stats_[i] = quantize_by_grid(c, rows_[i], scales_[i], table_[i].row_grid(numerics_), table_[i].col_grid(numerics_), master);
   } else {
@@ -331,6 +333,9 @@ Gradients make_gradients(const ModelConfig& config, const Shard& shard, Arena& a
 }
 
 void zero_gradients(Context& c, Gradients& g) {
+  for (const TensorView& v : {g.dense, g.experts})
+    if (c.on_gpu() && !v.empty()) set_zero(c, v);
+  if (c.on_gpu()) return;
   for (const TensorView& v : g.set.views) {
     if (v.empty()) continue;
     char* p = static_cast<char*>(v.data);

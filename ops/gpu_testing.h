@@ -8,7 +8,7 @@ namespace lockstep::testing {
 
 class Gpu {
  public:
-  Gpu() : arena_("test tensors", size_t{4} << 30, Device::gpu) {}
+  Gpu() : context_(Device::gpu), arena_("test tensors", size_t{4} << 30, Device::gpu) {}
   Context& context() { return context_; }
   operator Context&() { return context_; }
   // The tensor's copy in device memory; an empty view stays empty. Valid while this lives.
@@ -17,7 +17,7 @@ class Gpu {
   Tensor get(ConstTensorView device);  // of a contiguous view
 
  private:
-  GpuContext context_;
+  DeviceContext context_;
   Arena arena_;
 };
 

@@ -82,7 +82,7 @@ Trace trace_sequence(Context& c, const Model& model, std::span<const int32_t> to
                              .first_position = first,
                              .slot = whole ? -1 : 0,
                              .pages = std::span(pages).first(static_cast<size_t>(state.pages_for(first + count)))};
-    const SequenceBatch& batch = builder.build(*c.workspace, std::span(&piece, 1), WantedRows::all);
+    const SequenceBatch& batch = builder.build(c, *c.workspace, std::span(&piece, 1), WantedRows::all);
     const TensorView hidden = forward(c, probed, batch, state, nullptr);
     const TensorView target = c.workspace->tensor(DType::i32, {count}, "target");
     const TensorView temperatures = c.workspace->tensor(DType::f32, {count}, "temperature");

@@ -140,10 +140,11 @@ ActorOptions actor_options(const PolicyOptions& options, const PolicyUse& use) {
 
 }  // namespace
 
-Policy::Policy(int threads) : context_(threads) {}
+Policy::Policy(Device device, int threads) : context_(device, threads) {}
 
 Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const PolicyUse& use) {
   if (options.init.empty()) return errorf("model.init is empty; name a checkpoint, or write random");
+  if (options.device == Device::gpu) LOCKSTEP_RETURN_IF_ERROR(device_available());
   RunGroups* const ranks = use.ranks;
   if (is_directory(options.init)) {
     LOCKSTEP_RETURN_IF_ERROR(ranks == nullptr ? check_checkpoint(options.init) : check_checkpoint(options.init, ranks->train.rank, ranks->train.grid.ranks()));
@@ -185,13 +186,17 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
       return errorf("train.replay: model.numerics {} keeps another dtype than rollout.numerics {}; use bf16 for the trainer", numerics_name(trainer.numerics),
                     numerics_name(sampler.numerics));
   }
+  if (apart && options.device == Device::gpu) {
+    return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, or set "
+                  "device = cpu");
+  }
   LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, use, held, apart ? &sampled : nullptr, sampler.numerics));
 
-  std::unique_ptr<Policy> p(new Policy(num_threads(use.threads)));
+  std::unique_ptr<Policy> p(new Policy(options.device, num_threads(use.threads)));
   p->config_ = config.take();
   p->tokenizer_ = tokenizer.take();
-  p->weights_arena_ = std::make_unique<Arena>("weights", kArenaReserve);
-  p->rope_arena_ = std::make_unique<Arena>("rope tables", kArenaReserve);
+  p->weights_arena_ = std::make_unique<Arena>("weights", kArenaReserve, options.device);
+  p->rope_arena_ = std::make_unique<Arena>("rope tables", kArenaReserve, options.device);
   p->weights_ = std::make_unique<Weights>(p->config_, numerics, held, *p->weights_arena_);
   p->model_.weights = p->weights_.get();
   if (apart) {
@@ -204,7 +209,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     if (ranks->rollout.tp.size() > 1) p->model_.tp = &ranks->rollout.tp;
     if (ranks->rollout.ep.size() > 1) p->model_.ep = &ranks->rollout.ep;
   }
-  p->model_.rope = make_rope_tables(p->config_, use.engine.max_context, *p->rope_arena_);
+  p->model_.rope = make_rope_tables(p->context(), p->config_, use.engine.max_context, *p->rope_arena_);
   p->model_.cache = {options.kv_fp8, options.index_fp4};
   p->ranks_ = ranks;
   const Result<ReadBox> source = weight_source(options, p->config_, use.seed);
@@ -217,7 +222,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), source.value(), 0));
   }
   if (use.sample) {
-    p->state_arena_ = std::make_unique<Arena>("sequence state", kArenaReserve);
+    p->state_arena_ = std::make_unique<Arena>("sequence state", kArenaReserve, options.device);
     p->engine_ = std::make_unique<Engine>(p->context(), p->model_, use.engine, *p->state_arena_);
   }
   return p;
@@ -270,13 +275,14 @@ Policy::WeightsSum Policy::weights_sum() {
     const bool counts = t.cut == Cut::experts ? replica == 0 && at.tp == 0 : at.dp == 0 && (t.cut != Cut::none || at.tp == 0);
     if (!t.held()) continue;
     const WeightView& w = weights_->view(t.id);
-    const ConstTensorView rows = matrix_view(w.rows);
+    const ArenaScope host_scope(*context().host);
+    const ConstTensorView rows = matrix_view(on_host(context(), w.rows));
     const auto name = static_cast<uint64_t>(t.id) << 32;
     // Two numbers of fp4 are one element.
     uint64_t of_tensor = add(rows, name, t.box.rows.begin, t.box.columns.begin * rows.dim(1) / t.box.columns.size());
     if (w.quantized()) {
       const BlockGrid row_grid = t.row_grid(numerics), col_grid = t.col_grid(numerics);
-      of_tensor += add(matrix_view(w.scales), ~name, row_grid.blocks_in(t.box.rows.begin), col_grid.blocks_in(t.box.columns.begin));
+      of_tensor += add(matrix_view(on_host(context(), w.scales)), ~name, row_grid.blocks_in(t.box.rows.begin), col_grid.blocks_in(t.box.columns.begin));
     }
     sum.held += of_tensor;
     if (counts) sum.share += of_tensor;
@@ -320,8 +326,8 @@ Status Policy::load_beside(const std::string& checkpoint) {
   const Result<ReadBox> source = checkpoint_source(directory, config_);
   if (!source) return source.status();
   if (spare_ == nullptr) {
-    if (spare_arena_ == nullptr) spare_arena_ = std::make_unique<Arena>("weights beside", kArenaReserve);
-    spare_context_ = std::make_unique<CpuContext>(1);
+    if (spare_arena_ == nullptr) spare_arena_ = std::make_unique<Arena>("weights beside", kArenaReserve, context_.get().device);
+    spare_context_ = std::make_unique<DeviceContext>(context_.get().device);
     spare_ = std::make_unique<Weights>(config_, weights_->numerics(), weights_->shard(), *spare_arena_);
   }
   return spare_->load(*spare_context_, source.value(), weights_->version() + 1);
@@ -337,7 +343,7 @@ void Policy::adopt() {
 Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, const PolicyOptions& options,
                                                                const PolicyUse& use) {
   std::unique_ptr<ReferencePolicy> r(new ReferencePolicy);
-  r->arena_ = std::make_unique<Arena>("reference weights", kArenaReserve);
+  r->arena_ = std::make_unique<Arena>("reference weights", kArenaReserve, options.device);
   const Shard held = use.ranks == nullptr ? whole_shard(policy.config()) : use.ranks->trainer_shard();
   r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, held, *r->arena_);
   r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, actor_options(options, use), trainers(use));

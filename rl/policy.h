@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "core/context.h"
+#include "core/device.h"
 #include "io/tokenizer.h"
 #include "model/config.h"
 #include "model/stack.h"
@@ -33,6 +33,7 @@ struct PolicyOptions {
   Numerics numerics = Numerics::bf16;
   bool kv_fp8 = false, index_fp4 = false;  // CacheRounding
   SamplerNumerics sampler = SamplerNumerics::same;
+  Device device = Device::cpu;  // where weights, state and everything computed lie
   Numerics sampler_numerics() const { return sampler == SamplerNumerics::same ? numerics : static_cast<Numerics>(static_cast<int>(sampler) - 1); }
   bool exact() const { return sampler_numerics() == numerics; }  // sampler and trainer compute the same bits
 };
@@ -89,17 +90,17 @@ class Policy {
   Status load(const std::string& directory);
 
  private:
-  explicit Policy(int threads);
+  Policy(Device device, int threads);
   Result<std::optional<SyncReceipt>> transfer();
 
-  CpuContext context_;
+  DeviceContext context_;
   ModelConfig config_;
   std::unique_ptr<Tokenizer> tokenizer_;
   std::unique_ptr<Arena> weights_arena_, rope_arena_, state_arena_;
   std::unique_ptr<Weights> weights_;          // the actor's, or the only ones
   std::unique_ptr<Weights> sampler_weights_;  // null: the same
   std::unique_ptr<Arena> spare_arena_;
-  std::unique_ptr<CpuContext> spare_context_;
+  std::unique_ptr<DeviceContext> spare_context_;
   std::unique_ptr<Weights> spare_;  // that load_beside() fills
   std::unique_ptr<Transfer> transfer_;
   Model model_;

@@ -3,16 +3,16 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <map>
 #include <span>
 #include <utility>
 
+#include "core/device.h"
 #include "model/batch.h"
 #include "model/head.h"
 #include "model/state.h"
-#include "ops/matmul/matmul.h"
+#include "ops/moe_permute/moe_permute.h"
 #include "ops/sample/sample.h"
 #include "rollout/pages.h"
 #include "rollout/scheduler.h"
@@ -56,6 +56,7 @@ struct Engine::Impl {
         state(config, model.weights->numerics(), options.max_running + 1 + options.cache_slots, num_pages, page_tokens, arena),
         builder(config, page_tokens),
         kept_hidden(arena.tensor(model.weights->dtype(), {1, config.hidden_size}, "engine.kept_hidden")) {
+    CHECK(arena.device() == c.device && c.workspace->device() == c.device, "arenas of another device than the context's");
     CHECK(options.max_context <= config.max_positions && options.max_context <= model.rope.window.rows(),
           "a context of {} for a model of {} positions with rotations for {}", options.max_context, config.max_positions,
           model.rope.window.rows());
@@ -193,26 +194,32 @@ TensorView Engine::Impl::run_forward(const Plan& plan) {
   TensorView drawn = c.workspace->tensor(kept_hidden.dtype, {num_draws, config.hidden_size}, "engine.drawn");
   TensorView hidden;
   ArenaScope scope(*c.workspace);
-  for (const SlotCopy& copy : plan.restores) state.copy_slot(copy.to, copy.from);
-  if (!rows.empty() || has_peers()) hidden = forward(c, model, builder.build(*c.workspace, rows, WantedRows::last_of_each), state, nullptr);
+  for (const SlotCopy& copy : plan.restores) state.copy_slot(c, copy.to, copy.from);
+  if (!rows.empty() || has_peers()) hidden = forward(c, model, builder.build(c, *c.workspace, rows, WantedRows::last_of_each), state, nullptr);
 
-  for (const SlotCopy& copy : plan.saves) state.copy_slot(copy.to, copy.from);
+  for (const SlotCopy& copy : plan.saves) state.copy_slot(c, copy.to, copy.from);
 
   // Samples that start on the same prompt draw from equal copies of its row. The kept row is read before it is replaced.
-  const size_t row_bytes = kept_hidden.bytes();
+  const ArenaScope host_scope(*c.host);
+  TensorView from = c.host->tensor(DType::i32, {num_draws}, "engine.from");
+  bool kept = false;
   for (int64_t i = 0; i < num_draws; ++i) {
-    const int32_t from = plan.draws[static_cast<size_t>(i)].rows;
-    std::memcpy(drawn.slice(i, 1).data, from >= 0 ? hidden.slice(from, 1).data : kept_hidden.data, row_bytes);
+    const int32_t row = plan.draws[static_cast<size_t>(i)].rows;
+    from.ptr<int32_t>()[i] = std::max(row, 0);
+    kept = kept || row < 0;
   }
-  if (plan.keep >= 0) std::memcpy(kept_hidden.data, hidden.slice(plan.keep, 1).data, row_bytes);
+  if (num_draws > 0 && !hidden.empty()) moe_gather(c, drawn, hidden, on_device(c, from, *c.workspace));
+  for (int64_t i = 0; kept && i < num_draws; ++i)
+    if (plan.draws[static_cast<size_t>(i)].rows < 0) copy(c, drawn.slice(i, 1), kept_hidden);
+  if (plan.keep >= 0) copy(c, kept_hidden, hidden.slice(plan.keep, 1));
   return drawn;
 }
 
 void Engine::Impl::start(const PlannedDraw& draw) {
   Active& active = requests.at(draw.request);
   if (draw.copy_from >= 0) {
-    state.copy_slot(draw.slot, draw.copy_from);
-    if (draw.page.to >= 0) state.copy_page(draw.page.to, draw.page.from);
+    state.copy_slot(c, draw.slot, draw.copy_from);
+    if (draw.page.to >= 0) state.copy_page(c, draw.page.to, draw.page.from);
     stats.shared_prompt_tokens += static_cast<int64_t>(active.tokens.size());
   }
   ++active.started;
@@ -276,7 +283,7 @@ bool Engine::Impl::step() {
     if (!has_peers()) return false;
     const auto start = std::chrono::steady_clock::now();
     ArenaScope scope(*c.workspace);
-    forward(c, model, builder.build(*c.workspace, {}, WantedRows::last_of_each), state, nullptr);
+    forward(c, model, builder.build(c, *c.workspace, {}, WantedRows::last_of_each), state, nullptr);
     stats.forward_seconds += seconds_since(start);
     ++stats.empty_steps;
     return true;
@@ -307,9 +314,11 @@ bool Engine::Impl::step() {
   TensorView token = c.workspace->tensor(DType::i32, {num_draws}, "engine.token");
   TensorView logprob = c.workspace->tensor(DType::f32, {num_draws}, "engine.logprob");
   if (num_draws > 0) sample(c, token, logprob, logits, params.data());
+  const ArenaScope host_scope(*c.host);
+  const ConstTensorView tokens = on_host(c, token), logprobs = on_host(c, logprob);
   for (int64_t i = 0; i < num_draws; ++i) {
     const PlannedDraw& d = plan.draws[static_cast<size_t>(i)];
-    append(d.slot, token.ptr<int32_t>()[i], logprob.ptr<float>()[i]);
+    append(d.slot, tokens.ptr<int32_t>()[i], logprobs.ptr<float>()[i]);
     const auto active = requests.find(d.request);
     if (active->second.finished == active->second.request.num_samples) requests.erase(active);
   }

@@ -99,7 +99,7 @@ int64_t count_differences(Context& c, const Model& model, std::span<const Sample
   for (size_t i = 0; i < group.size(); ++i) rows.push_back({group[i].tokens, 0, -1, pages[i]});
   StatePool state(m, model.weights->numerics(), 0, num_pages, page_tokens, *c.workspace);
   BatchBuilder builder(m, page_tokens);
-  const TensorView hidden = forward(c, model, builder.build(*c.workspace, rows, WantedRows::all), state, nullptr);
+  const TensorView hidden = forward(c, model, builder.build(c, *c.workspace, rows, WantedRows::all), state, nullptr);
   const int64_t T = hidden.rows();
   TensorView target = c.workspace->zeros(DType::i32, {T}, "target"), temperature = c.workspace->tensor(DType::f32, {T}, "temperature");
   TensorView logprob = c.workspace->tensor(DType::f32, {T}, "logprob");

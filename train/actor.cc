@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <cstring>
 #include <deque>
 #include <limits>
 #include <map>
 
+#include "core/device.h"
 #include "core/log.h"
 #include "io/file.h"
 #include "train/loss.h"
@@ -97,9 +97,9 @@ struct Actor::Impl {
 
   Impl(Context& c, Weights& w, const RopeTables& rope, const OptimizerConfig& o, const ActorOptions& a, Groups* groups)
       : c(c), weights(w), optimizer_config(o), groups(groups), options(a),
-        gradient_arena("gradients", kGradientReserve),
+        gradient_arena("gradients", kGradientReserve, c.device),
         gradients(make_gradients(w.config(), w.shard(), gradient_arena, [&](const TensorSpec& s) { return is_trained(s, o); })),
-        partition(gradients, groups), optimizer(w.table(), o, partition, groups == nullptr ? nullptr : groups->all),
+        partition(gradients, groups), optimizer(c, w.table(), o, partition, groups == nullptr ? nullptr : groups->all),
         links(groups == nullptr ? nullptr : &groups->pp, w.config(), w.dtype()), result_arena("results of all ranks", kResultReserve) {
     CHECK(a.max_tokens_per_microbatch > 0, "a micro-batch of {} tokens", a.max_tokens_per_microbatch);
     model.weights = &weights;
@@ -111,7 +111,7 @@ struct Actor::Impl {
           "the weights hold another shard than that of stage {} of {} in {}", links.stage(), links.stages(), layout().str());
     if (groups != nullptr && groups->tp.size() > 1) model.tp = &groups->tp;
     if (groups != nullptr && groups->ep.size() > 1) model.ep = &groups->ep;
-    for (int i = 0; i < in_flight_max(links.stage(), links.stages()); ++i) places.emplace_back(weights, options);
+    for (int i = 0; i < in_flight_max(links.stage(), links.stages()); ++i) places.emplace_back(c, weights, options);
   }
 
   Layout layout() const { return groups == nullptr ? Layout{.dp = 1} : groups->grid.layout(); }
@@ -144,11 +144,12 @@ struct Actor::Impl {
   // f(sample, log-probs, entropies) for every sample of micro-batch m, whose forward has run on this last stage. The spans begin at row `first` of the head's.
   template <typename F>
   void for_each_sample(std::span<const TrainSample> samples, const Work& work, int64_t m, F f) {
-    const MicroBatchPlace::HeadRows& h = place(m).head();
+    const ArenaScope host_scope(*c.host);
+    const ConstTensorView logprobs = on_host(c, place(m).head().logprob), entropies = on_host(c, place(m).head().entropy);
     size_t first = 0;
     for (const int32_t i : work.micro_batches[static_cast<size_t>(m)].samples) {
       const auto n = static_cast<size_t>(samples[i].response_length());
-      f(i, first, std::span<const float>(h.logprob.ptr<float>() + first, n), std::span<const float>(h.entropy.ptr<float>() + first, n));
+      f(i, first, std::span<const float>(logprobs.ptr<float>() + first, n), std::span<const float>(entropies.ptr<float>() + first, n));
       first += n;
     }
   }
@@ -158,7 +159,9 @@ struct Actor::Impl {
                            std::span<LossSums> sums, std::vector<TokenLogprobs>* seen) {
     Arena& arena = place(m).arena();
     const Shape rows = place(m).head().target.shape;
-    const TensorView dlogprob = arena.tensor(DType::f32, rows, "dlogprob"), dentropy = arena.tensor(DType::f32, rows, "dentropy");
+    const ArenaScope host_scope(*c.host);
+    Arena& made = c.on_gpu() ? *c.host : arena;
+    TensorView dlogprob = made.tensor(DType::f32, rows, "dlogprob"), dentropy = made.tensor(DType::f32, rows, "dentropy");
     for_each_sample(samples, work, m, [&](int32_t i, size_t first, std::span<const float> logprob, std::span<const float> entropy) {
       sums[i] = sample_loss(samples[i], logprob, entropy, d, loss, {dlogprob.ptr<float>() + first, logprob.size()},
                             {dentropy.ptr<float>() + first, logprob.size()});
@@ -166,6 +169,8 @@ struct Actor::Impl {
       (*seen)[i].logprob.assign(logprob.begin(), logprob.end());
       (*seen)[i].entropy.assign(entropy.begin(), entropy.end());
     });
+    dlogprob = on_device(c, dlogprob, arena);
+    dentropy = on_device(c, dentropy, arena);
     return place(m).head_backward(c, model, dlogprob, loss.entropy_coef == 0 ? ConstTensorView() : ConstTensorView(dentropy), gradients);
   }
 
@@ -197,8 +202,8 @@ Actor::Actor(Context& c, Weights& weights, const RopeTables& rope, const Optimiz
 Actor::~Actor() = default;
 
 Status Actor::load_masters(const ReadBox& read) {
-  LOCKSTEP_RETURN_IF_ERROR(impl_->optimizer.read_masters(read));
-  impl_->optimizer.reset();
+  LOCKSTEP_RETURN_IF_ERROR(impl_->optimizer.read_masters(impl_->c, read));
+  impl_->optimizer.reset(impl_->c);
   return impl_->weights.load(impl_->c, read, 0);
 }
 
@@ -350,10 +355,16 @@ const Gradients& Actor::gradients() const { return impl_->gradients; }
 Status Actor::save(const std::string& directory) const {
   LOCKSTEP_RETURN_IF_ERROR(make_directories(directory));
   std::vector<BoxView> masters, moments;
-  visit_owned(Owned::masters, [&](const BoxView& b) { masters.push_back(b); });
+  Context& c = impl_->c;
+  const ArenaScope host_scope(*c.host);  // copies of what lies on a GPU
+  visit_owned(Owned::masters, [&](BoxView b) {
+    b.values = on_host(c, b.values);
+    masters.push_back(std::move(b));
+  });
   for (const auto& [what, prefix] : {std::pair{Owned::first_moments, "m."}, {Owned::second_moments, "v."}}) {
     visit_owned(what, [&](BoxView b) {
       b.name = prefix + b.name;
+      b.values = on_host(c, b.values);
       moments.push_back(std::move(b));
     });
   }
@@ -385,11 +396,11 @@ Status Actor::load(const std::string& directory) {
                   kOptimizerStem, optimizer_counters.value().steps);
 
   const ReadBox read = [&](const TensorSpec& spec, const Box& box, TensorView out) { return masters.value().read(spec.name, box, out); };
-  LOCKSTEP_RETURN_IF_ERROR(a.optimizer.read_masters(read));
+  LOCKSTEP_RETURN_IF_ERROR(a.optimizer.read_masters(a.c, read));
   for (const Optimizer::Owned& o : a.optimizer.owned()) {
     const std::string& name = a.spec(o.piece.id).name;
-    LOCKSTEP_RETURN_IF_ERROR(moments.value().read("m." + name, o.piece.box, o.m));
-    LOCKSTEP_RETURN_IF_ERROR(moments.value().read("v." + name, o.piece.box, o.v));
+    LOCKSTEP_RETURN_IF_ERROR(fill_on_host(a.c, o.m, [&](TensorView v) { return moments.value().read("m." + name, o.piece.box, v); }));
+    LOCKSTEP_RETURN_IF_ERROR(fill_on_host(a.c, o.v, [&](TensorView v) { return moments.value().read("v." + name, o.piece.box, v); }));
   }
   a.optimizer.set_counters(n.steps, n.skipped_in_a_row);
   return a.weights.load(a.c, read, n.version);

@@ -1,9 +1,9 @@
 #include "train/micro_batch.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 
+#include "core/device.h"
 #include "model/head.h"
 
 namespace lockstep {
@@ -16,8 +16,8 @@ constexpr int64_t kExpectedTokens = 1 << 16;  // a budget beyond is a way to say
 
 }  // namespace
 
-MicroBatchPlace::MicroBatchPlace(const Weights& weights, const ActorOptions& options)
-    : weights_(weights), replay_(options.replay), state_arena_("training state", kReserve), arena_("training step", kReserve),
+MicroBatchPlace::MicroBatchPlace(Context& c, const Weights& weights, const ActorOptions& options)
+    : weights_(weights), replay_(options.replay), state_arena_("training state", kReserve, c.device), arena_("training step", kReserve, c.device),
       builder_(weights.config(), default_page_tokens(weights.config())) {
   saved_.arena = &arena_;
   saved_.recompute = options.recompute ? Recompute::layer : Recompute::none;
@@ -35,7 +35,7 @@ void MicroBatchPlace::reserve_pages(int64_t pages) {
 }
 
 // Sequences into batch_, and their response rows into head_.
-void MicroBatchPlace::pack_rows(std::span<const TrainSample> samples, const MicroBatch& micro) {
+void MicroBatchPlace::pack_rows(Context& c, std::span<const TrainSample> samples, const MicroBatch& micro) {
   int64_t num_pages = 0, num_wanted = 0;
   for (const int32_t i : micro.samples) {
     num_pages += pages_for(trained_rows(samples[i]));
@@ -53,22 +53,25 @@ void MicroBatchPlace::pack_rows(std::span<const TrainSample> samples, const Micr
                      .pages = std::span(page_ids_).subspan(static_cast<size_t>(page), static_cast<size_t>(pages))});
     page += pages;
   }
-  batch_ = builder_.build(arena_, rows_, WantedRows::all);
+  batch_ = builder_.build(c, arena_, rows_, WantedRows::all);
 
-  const TensorView wanted = arena_.tensor(DType::i32, {num_wanted}, "wanted rows");
-  head_.target = arena_.tensor(DType::i32, {num_wanted}, "targets");
-  head_.temperature = arena_.tensor(DType::f32, {num_wanted}, "temperatures");
+  const ArenaScope host_scope(*c.host);
+  Arena& made = c.on_gpu() ? *c.host : arena_;
+  const TensorView wanted = made.tensor(DType::i32, {num_wanted}, "wanted rows");
+  const TensorView target = made.tensor(DType::i32, {num_wanted}, "targets"), temperature = made.tensor(DType::f32, {num_wanted}, "temperatures");
   int64_t r = 0, first_row = 0;
   for (const int32_t i : micro.samples) {
     const TrainSample& s = samples[i];
     for (int64_t t = 0; t < s.response_length(); ++t, ++r) {
       wanted.ptr<int32_t>()[r] = static_cast<int32_t>(first_row + s.prompt_length + t - 1);
-      head_.target.ptr<int32_t>()[r] = s.tokens[static_cast<size_t>(s.prompt_length + t)];
-      head_.temperature.ptr<float>()[r] = s.temperature;
+      target.ptr<int32_t>()[r] = s.tokens[static_cast<size_t>(s.prompt_length + t)];
+      temperature.ptr<float>()[r] = s.temperature;
     }
     first_row += trained_rows(s);
   }
-  batch_.wanted = wanted;
+  batch_.wanted = on_device(c, wanted, arena_);
+  head_.target = on_device(c, target, arena_);
+  head_.temperature = on_device(c, temperature, arena_);
 }
 
 // Its entries lie in the pages until the trainer's forward writes its own there, before it reads any.
@@ -80,7 +83,7 @@ void MicroBatchPlace::record_choices(Context& c, const Model& sampler) {
     std::vector<ConstTensorView>* const to = point == "ffn.ids" ? &choices_.experts : point == "attn.selected" ? &choices_.entries : nullptr;
     if (to == nullptr || to->empty()) return;
     const TensorView kept = arena_.tensor(rows.dtype, rows.shape, "choices");
-    std::memcpy(kept.data, rows.data, rows.bytes());
+    copy(c, kept, rows);
     (*to)[static_cast<size_t>(layer)] = kept;
   };
   Model recorded = sampler;
@@ -99,7 +102,7 @@ ConstTensorView MicroBatchPlace::forward(Context& c, const Model& model, const M
                                          bool keep, ConstTensorView input) {
   arena_.release(0);
   head_ = {};
-  pack_rows(samples, micro);
+  pack_rows(c, samples, micro);
   if (sampler != nullptr) record_choices(c, *sampler);
   const TensorView output = lockstep::forward(c, repeating(model), batch_, *pool_, keep ? &saved_ : nullptr, input);
   if (!weights_.shard().head) return output;
@@ -107,7 +110,7 @@ ConstTensorView MicroBatchPlace::forward(Context& c, const Model& model, const M
   HeadRows& h = head_;
   const int64_t num_wanted = h.target.rows();
   h.hidden = arena_.tensor(output.dtype, output.shape, "hidden");
-  std::memcpy(h.hidden.data, output.data, output.bytes());
+  copy(c, h.hidden, output);
   h.logprob = arena_.tensor(DType::f32, {num_wanted}, "log-probs");
   h.lse = arena_.tensor(DType::f32, {num_wanted}, "lse");
   h.entropy = arena_.tensor(DType::f32, {num_wanted}, "entropies");

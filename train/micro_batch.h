@@ -23,7 +23,7 @@ class MicroBatchPlace {
     TensorView logprob, lse, entropy;  // [R]
   };
 
-  MicroBatchPlace(const Weights& weights, const ActorOptions& options);
+  MicroBatchPlace(Context& c, const Weights& weights, const ActorOptions& options);
 
   // Packs the samples of `micro` (maybe none) and runs the stage over them, and on the last one the head. `keep`: for a backward, until which `input`
   // stays. `sampler` (null: none): its choices are repeated, as options.replay says, here and in the backward. Returns what the stage hands on, streams [T, n, D] in the context's workspace, whose scope the caller holds; nothing on the last.
@@ -43,7 +43,7 @@ class MicroBatchPlace {
  private:
   int64_t pages_for(int64_t positions) const { return (positions + builder_.page_tokens() - 1) / builder_.page_tokens(); }
   void reserve_pages(int64_t pages);
-  void pack_rows(std::span<const TrainSample> samples, const MicroBatch& micro);
+  void pack_rows(Context& c, std::span<const TrainSample> samples, const MicroBatch& micro);
 
   void record_choices(Context& c, const Model& sampler);
   Model repeating(const Model& model) const;

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "core/device.h"
 #include "core/log.h"
 #include "ops/adamw/adamw.h"
 #include "ops/cast/cast.h"
@@ -34,9 +34,9 @@ size_t owned_footprint(const Partition& partition) {
 
 }  // namespace
 
-Optimizer::Optimizer(const std::vector<TensorSpec>& table, const OptimizerConfig& config, const Partition& partition, RankGroup* all)
-    : table_(table), config_(config), partition_(partition), all_(all), state_arena_("masters and moments", owned_footprint(partition)),
-      frozen_arena_("frozen masters", tensor_set_bytes(table, [&](const TensorSpec& s) { return !is_trained(s, config); })) {
+Optimizer::Optimizer(Context& c, const std::vector<TensorSpec>& table, const OptimizerConfig& config, const Partition& partition, RankGroup* all)
+    : table_(table), config_(config), partition_(partition), all_(all), state_arena_("masters and moments", owned_footprint(partition), c.device),
+      frozen_arena_("frozen masters", tensor_set_bytes(table, [&](const TensorSpec& s) { return !is_trained(s, config); }), c.device) {
   std::vector<bool> owned(table.size());
   for (const Piece& piece : partition.own()) {
     const TensorSpec& spec = table_[static_cast<size_t>(piece.id)];
@@ -52,11 +52,12 @@ Optimizer::Optimizer(const std::vector<TensorSpec>& table, const OptimizerConfig
   frozen_arena_.seal();
 }
 
-Status Optimizer::read_masters(const ReadBox& read) const {
-  for (const Owned& o : owned_) LOCKSTEP_RETURN_IF_ERROR(read(table_[static_cast<size_t>(o.piece.id)], o.piece.box, o.master));
+Status Optimizer::read_masters(Context& c, const ReadBox& read) const {
+  for (const Owned& o : owned_)
+    LOCKSTEP_RETURN_IF_ERROR(fill_on_host(c, o.master, [&](TensorView v) { return read(table_[static_cast<size_t>(o.piece.id)], o.piece.box, v); }));
   for (const Frozen& f : frozen_) {
     const TensorSpec& spec = table_[static_cast<size_t>(f.id)];
-    LOCKSTEP_RETURN_IF_ERROR(read(spec, spec.box, matrix_view(f.master)));
+    LOCKSTEP_RETURN_IF_ERROR(fill_on_host(c, f.master, [&](TensorView v) { return read(spec, spec.box, matrix_view(v)); }));
   }
   return Status::ok();
 }
@@ -75,9 +76,9 @@ ConstTensorView Optimizer::master(int id) const {
   return {};
 }
 
-void Optimizer::reset() {
+void Optimizer::reset(Context& c) {
   for (const Owned& o : owned_)
-    for (const TensorView& moment : {o.m, o.v}) std::memset(moment.data, 0, moment.bytes());
+    for (const TensorView& moment : {o.m, o.v}) set_zero(c, moment);
   set_counters(0, 0);
 }
 
@@ -89,13 +90,21 @@ void Optimizer::set_counters(int64_t steps_applied, int64_t skipped_in_a_row) {
 
 double Optimizer::squares(Context& c, const TensorView& gradient) const {
   sum_squares(c, square_, gradient);
-  return *square_.ptr<double>();
+  double sum = 0;
+  download(c, TensorView(&sum, DType::f64, {1}), square_);
+  return sum;
 }
 
 double Optimizer::global_norm(Context& c) const {
-  double sum = 0;
+  // Each piece's sum has its own place, so that a GPU is waited for once.
+  const ArenaScope scope(*c.workspace), host_scope(*c.host);
+  const TensorView sums = c.workspace->tensor(DType::f64, {static_cast<int64_t>(owned_.size())}, "sums of squares");
+  int64_t n = 0;
   for (const Owned& o : owned_)
-    if (partition_.counts(table_[static_cast<size_t>(o.piece.id)])) sum += squares(c, o.gradient);
+    if (partition_.counts(table_[static_cast<size_t>(o.piece.id)])) sum_squares(c, sums.slice(n++, 1), o.gradient);
+  const ConstTensorView found = on_host(c, sums.slice(0, n));
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += found.ptr<double>()[i];
   if (all_ != nullptr) all_->all_reduce(c, TensorView(&sum, DType::f64, {1}), "gradient norm");
   return std::sqrt(sum);
 }

@@ -42,20 +42,20 @@ class Optimizer {
   };
 
   // `table` and `partition`, made from gradients of exactly the tensors that are trained, outlive the optimizer. `all` (null: alone): all ranks of the run.
-  Optimizer(const std::vector<TensorSpec>& table, const OptimizerConfig& config, const Partition& partition, RankGroup* all);
+  Optimizer(Context& c, const std::vector<TensorSpec>& table, const OptimizerConfig& config, const Partition& partition, RankGroup* all);
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
   const std::vector<Owned>& owned() const { return owned_; }
   const std::vector<Frozen>& frozen() const { return frozen_; }
   // All masters, of pieces and of frozen tensors. After an error they are unfit for use.
-  Status read_masters(const ReadBox& read) const;
+  Status read_masters(Context& c, const ReadBox& read) const;
   // Rounds the masters of own pieces into the rows of `weights`.
   void write_rows(Context& c, Weights& weights) const;
   ConstTensorView master(int id) const;  // of this rank's piece, [rows, columns]; empty: none
 
   // Moments to zero, counters to zero.
-  void reset();
+  void reset(Context& c);
   // All ranks, once gradients are summed: one step on the own masters. A gradient with an element that is not finite, on any rank, changes nothing
   // but skipped_in_a_row.
   OptimizerStep step(Context& c);
