@@ -144,7 +144,7 @@ int settings_command();
 
 struct VerifyArgs {
   std::vector<std::string> golden;
-  std::string mode = "f32";
+  std::string mode = "f32", device = "cpu";
   bool json = false;
 };
 int verify_command(const VerifyArgs& args);

@@ -231,6 +231,7 @@ int run(int argc, char** argv) {
   CLI::App* v = app.add_subcommand("verify", "Compare the model with a reference's tensors");
   v->add_option("--golden", verify.golden, "Golden file; may be repeated")->required();
   v->add_option("--mode", verify.mode, "Numerics")->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}))->capture_default_str();
+  v->add_option("--device", verify.device, "Where the model runs")->check(CLI::IsMember({"cpu", "gpu"}))->capture_default_str();
   v->add_flag("--json", verify.json, "Print one JSON object a file");
   v->callback([&] { exit_code = verify_command(verify); });
 

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "cli/console.h"
+#include "core/device.h"
 #include "io/json.h"
 #include "model/golden.h"
 
@@ -49,7 +50,10 @@ int verify_command(const VerifyArgs& args) {
   Numerics numerics = Numerics::f32;
   for (const Numerics n : kAllNumerics)
     if (args.mode == numerics_name(n)) numerics = n;
-  CpuContext context(static_cast<int>(std::max(1u, std::thread::hardware_concurrency())));
+  const Device device = args.device == device_name(Device::gpu) ? Device::gpu : Device::cpu;
+  if (device == Device::gpu)
+    if (const Status status = device_available(); !status) return fail(kExitBadInput, status);
+  DeviceContext context(device, static_cast<int>(std::max(1u, std::thread::hardware_concurrency())));
   int exit_code = kExitOk;
   for (const std::string& path : args.golden) {
     Result<GoldenReport> report = verify_golden(context, path, numerics);

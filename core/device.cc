@@ -45,12 +45,12 @@ TensorView zeros(Context& c, DType dtype, Shape shape, std::string_view name) {
   return v;
 }
 
-ConstTensorView on_host(Context& c, ConstTensorView v) {
-  if (!c.on_gpu() || v.empty()) return v;
+TensorView host_copy(Context& c, ConstTensorView v) {
   const TensorView copy = c.host->tensor(v.dtype, v.shape, "host copy");
   download(c, copy, v);
   return copy;
 }
+ConstTensorView on_host(Context& c, ConstTensorView v) { return c.on_gpu() && !v.empty() ? host_copy(c, v) : v; }
 TensorView on_device(Context& c, TensorView v, Arena& arena) {
   if (!c.on_gpu() || v.shape.elements() == 0) return v;
   const TensorView copy = arena.tensor(v.dtype, v.shape, "device copy");

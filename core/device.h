@@ -67,6 +67,7 @@ void download_bytes(Context& c, void* to_host, const void* from, size_t bytes);
 // What a tensor of the context's memory holds, for the host to read: the tensor itself on the CPU, otherwise a copy in c.host, which the caller's scope
 // there releases.
 ConstTensorView on_host(Context& c, ConstTensorView v);
+TensorView host_copy(Context& c, ConstTensorView v);  // a copy in c.host on either device
 // What the host made in c.host, in the context's memory: itself on the CPU, otherwise a copy in `arena`.
 TensorView on_device(Context& c, TensorView v, Arena& arena);
 // Fills a contiguous tensor of the context's memory by what `fill(TensorView)` writes on the host: in place on the CPU, otherwise by way of c.host.

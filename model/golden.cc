@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "core/device.h"
 #include "io/safetensors.h"
 #include "model/checkpoint_io.h"
 #include "model/stack.h"
@@ -78,7 +79,7 @@ class GoldenModel {
     const SafetensorsEntry* ids = file.value().find("input_ids");
     if (ids == nullptr || ids->dtype != "I64" || ids->shape.size() != 2 || ids->shape[0] < 1 || ids->shape[1] < 1)
       return errorf("{}: input_ids must be I64 [B, S] with B, S >= 1", path);
-    auto g = std::unique_ptr<GoldenModel>(new GoldenModel(file.take(), config.take(), numerics));
+    auto g = std::unique_ptr<GoldenModel>(new GoldenModel(file.take(), config.take(), numerics, c.device));
     g->batch_size = ids->shape[0];
     g->length = ids->shape[1];
     if (g->length > g->config.max_positions)
@@ -90,13 +91,11 @@ class GoldenModel {
       if (id < 0 || id >= g->config.vocab_size) return errorf("{}: input_ids holds {}, vocab_size is {}", path, id, g->config.vocab_size);
       g->tokens.push_back(static_cast<int32_t>(id));
     }
-    g->masters = make_tensor_set(g->weights.table(), g->arena, [](const TensorSpec&) { return true; });
     Result<ReadBox> source = released_source(path, {path}, "weight.", g->config);
     if (!source) return source.status();
-    LOCKSTEP_RETURN_IF_ERROR(read_masters(g->weights.table(), source.value(), g->masters));
-    g->weights.load(c, g->masters, 0);
+    LOCKSTEP_RETURN_IF_ERROR(g->weights.load(c, source.value(), 0));
     g->model.weights = &g->weights;
-    g->model.rope = make_rope_tables(g->config, g->length, g->arena);
+    g->model.rope = make_rope_tables(c, g->config, g->length, g->arena);
     return g;
   }
 
@@ -104,15 +103,15 @@ class GoldenModel {
 
   SafetensorsFile file;
   ModelConfig config;
-  Arena arena{"golden", size_t{64} << 30};
+  Arena arena;
   Weights weights;
-  TensorSet masters;
   Model model;
   std::vector<int32_t> tokens;  // [B, S]
   int64_t batch_size = 0, length = 0;
 
  private:
-  GoldenModel(SafetensorsFile f, ModelConfig m, Numerics numerics) : file(std::move(f)), config(std::move(m)), weights(config, numerics, arena) {}
+  GoldenModel(SafetensorsFile f, ModelConfig m, Numerics numerics, Device device)
+      : file(std::move(f)), config(std::move(m)), arena("golden", size_t{64} << 30, device), weights(config, numerics, arena) {}
 };
 
 // Prefill of length / 3 tokens (at least one), then one token at a time, through slots and pages; the final hidden rows [B * S, D] in order.
@@ -133,13 +132,13 @@ TensorView decode_hidden(Context& c, GoldenModel& g) {
       rows.push_back({g.sequence(b).subspan(static_cast<size_t>(at), static_cast<size_t>(count)), at, static_cast<int32_t>(b), pages[static_cast<size_t>(b)]});
     const TensorView hidden = forward(c, g.model, builder.build(c, *c.workspace, rows, WantedRows::all), state, nullptr);
     for (int64_t b = 0; b < B; ++b)
-      std::memcpy(out.slice(b * S + at, count).data, hidden.slice(b * count, count).data, hidden.slice(b * count, count).bytes());
+      copy(c, out.slice(b * S + at, count), hidden.slice(b * count, count));
     at += count;
   }
   return out;
 }
 
-Status compare_gradients(Context& c, GoldenModel& g, const Gradients& gradients, GoldenReport& report) {
+Status compare_gradients(GoldenModel& g, const Gradients& gradients, GoldenReport& report) {
   const TensorNames names(gradients.table);
   std::vector<uint8_t> seen(gradients.table.size(), 0);
   std::vector<double> reference_norms;
@@ -205,7 +204,7 @@ Result<GoldenReport> verify_golden(Context& c, const std::string& path, Numerics
   const ModelConfig& m = g.config;
   const int64_t B = g.batch_size, S = g.length, T = B * S, D = m.hidden_size, V = m.vocab_size, L = m.num_layers();
   GoldenReport report;
-  ArenaScope scope(*c.workspace);
+  const ArenaScope scope(*c.workspace), host_scope(*c.host);
 
   // The packed forward over whole sequences, keeping activations.
   const int64_t page_tokens = default_page_tokens(m);
@@ -230,7 +229,7 @@ Result<GoldenReport> verify_golden(Context& c, const std::string& path, Numerics
     Result<std::vector<double>> want = read_reals(g.file, name, static_cast<size_t>(ours.shape.elements()));
     if (!want) return want.status();
     report.has_hidden = true;
-    report.hidden_max_abs.push_back(max_abs(ours, want.value()));
+    report.hidden_max_abs.push_back(max_abs(on_host(c, ours), want.value()));
     keep_max(report.hidden_max_abs_all, report.hidden_max_abs.back());
   }
 
@@ -242,27 +241,29 @@ Result<GoldenReport> verify_golden(Context& c, const std::string& path, Numerics
     Result<std::vector<double>> want = read_reals(g.file, "logits.f64", static_cast<size_t>(T * V));
     if (!want) return want.status();
     report.has_logits = true;
-    report.logits_max_abs = max_abs(logits, want.value());
+    report.logits_max_abs = max_abs(on_host(c, logits), want.value());
   }
-  TensorView target = g.arena.zeros(DType::i32, {T}, "golden.target"), temperature = g.arena.tensor(DType::f32, {T}, "golden.temperature");
-  TensorView logprob = g.arena.tensor(DType::f32, {T}, "golden.logprob"), lse = g.arena.tensor(DType::f32, {T}, "golden.lse");
-  TensorView entropy = g.arena.tensor(DType::f32, {T}, "golden.entropy");
-  TensorView dlogprob = g.arena.zeros(DType::f32, {T}, "golden.dlogprob");
+  const TensorView target = c.host->zeros(DType::i32, {T}, "golden.target"), temperature = c.host->tensor(DType::f32, {T}, "golden.temperature");
+  const TensorView dlogprob = c.host->zeros(DType::f32, {T}, "golden.dlogprob");
   for (int64_t t = 0; t < T; ++t) {
     temperature.ptr<float>()[t] = 1.0f;
     if (t % S + 1 == S) continue;  // the last token predicts nothing
     target.ptr<int32_t>()[t] = g.tokens[static_cast<size_t>(t + 1)];
     dlogprob.ptr<float>()[t] = static_cast<float>(-1.0 / static_cast<double>(B * (S - 1)));
   }
-  select_logprob(c, logprob, lse, entropy, hidden, head, target, temperature);
+  const ConstTensorView targets = on_device(c, target, g.arena), temperatures = on_device(c, temperature, g.arena);
+  const TensorView logprob = g.arena.tensor(DType::f32, {T}, "golden.logprob"), lse = g.arena.tensor(DType::f32, {T}, "golden.lse");
+  const TensorView entropy = g.arena.tensor(DType::f32, {T}, "golden.entropy");
+  select_logprob(c, logprob, lse, entropy, hidden, head, targets, temperatures);
   if (g.file.find("logprob.f64") != nullptr && S > 1) {
     Result<std::vector<double>> want = read_reals(g.file, "logprob.f64", static_cast<size_t>(B * (S - 1)));
     if (!want) return want.status();
     report.has_logprobs = true;
     double sum = 0;
+    const ConstTensorView ours = on_host(c, logprob);
     for (int64_t b = 0; b < B; ++b)
       for (int64_t t = 0; t + 1 < S; ++t) {
-        const double error = std::abs(logprob.ptr<float>()[b * S + t] - want.value()[static_cast<size_t>(b * (S - 1) + t)]);
+        const double error = std::abs(ours.ptr<float>()[b * S + t] - want.value()[static_cast<size_t>(b * (S - 1) + t)]);
         keep_max(report.logprob_max_abs, error);
         sum += error;
       }
@@ -273,20 +274,23 @@ Result<GoldenReport> verify_golden(Context& c, const std::string& path, Numerics
   Gradients gradients = make_gradients(m, g.arena, [](const TensorSpec&) { return true; });
   if (S > 1) {
     TensorView dhidden = g.arena.tensor(DType::f32, {T, D}, "golden.dhidden");
-    select_logprob_backward(c, dhidden, gradients.tensors.head, dlogprob, ConstTensorView(), hidden, head, target, temperature, lse, entropy);
+    select_logprob_backward(c, dhidden, gradients.tensors.head, on_device(c, dlogprob, g.arena), ConstTensorView(), hidden, head, targets, temperatures, lse,
+                            entropy);
     backward(c, g.model, batch, state, saved, dhidden, gradients);
-    LOCKSTEP_RETURN_IF_ERROR(compare_gradients(c, g, gradients, report));
+    for (TensorView& v : gradients.set.views)
+      if (c.on_gpu() && !v.empty()) v = host_copy(c, v);
+    LOCKSTEP_RETURN_IF_ERROR(compare_gradients(g, gradients, report));
   }
 
   // Decoding through state gives the same bits.
   const TensorView decoded = decode_hidden(c, g);
-  report.decode_bit_equal = std::memcmp(decoded.data, hidden.data, hidden.bytes()) == 0;
+  report.decode_bit_equal = std::memcmp(on_host(c, decoded).data, on_host(c, hidden).data, hidden.bytes()) == 0;
   if (g.file.find("decode_logits.f64") != nullptr) {
     Result<std::vector<double>> want = read_reals(g.file, "decode_logits.f64", static_cast<size_t>(T * V));
     if (!want) return want.status();
     matmul(c, logits, decoded, head);
     report.has_decode_logits = true;
-    report.decode_logits_max_abs = max_abs(logits, want.value());
+    report.decode_logits_max_abs = max_abs(on_host(c, logits), want.value());
   }
   return report;
 }

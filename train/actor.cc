@@ -99,7 +99,7 @@ struct Actor::Impl {
       : c(c), weights(w), optimizer_config(o), groups(groups), options(a),
         gradient_arena("gradients", kGradientReserve, c.device),
         gradients(make_gradients(w.config(), w.shard(), gradient_arena, [&](const TensorSpec& s) { return is_trained(s, o); })),
-        partition(gradients, groups), optimizer(c, w.table(), o, partition, groups == nullptr ? nullptr : groups->all),
+        partition(gradients, groups), optimizer(w.table(), o, partition, groups == nullptr ? nullptr : groups->all, c.device),
         links(groups == nullptr ? nullptr : &groups->pp, w.config(), w.dtype()), result_arena("results of all ranks", kResultReserve) {
     CHECK(a.max_tokens_per_microbatch > 0, "a micro-batch of {} tokens", a.max_tokens_per_microbatch);
     model.weights = &weights;

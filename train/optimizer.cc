@@ -34,9 +34,9 @@ size_t owned_footprint(const Partition& partition) {
 
 }  // namespace
 
-Optimizer::Optimizer(Context& c, const std::vector<TensorSpec>& table, const OptimizerConfig& config, const Partition& partition, RankGroup* all)
-    : table_(table), config_(config), partition_(partition), all_(all), state_arena_("masters and moments", owned_footprint(partition), c.device),
-      frozen_arena_("frozen masters", tensor_set_bytes(table, [&](const TensorSpec& s) { return !is_trained(s, config); }), c.device) {
+Optimizer::Optimizer(const std::vector<TensorSpec>& table, const OptimizerConfig& config, const Partition& partition, RankGroup* all, Device device)
+    : table_(table), config_(config), partition_(partition), all_(all), state_arena_("masters and moments", owned_footprint(partition), device),
+      frozen_arena_("frozen masters", tensor_set_bytes(table, [&](const TensorSpec& s) { return !is_trained(s, config); }), device) {
   std::vector<bool> owned(table.size());
   for (const Piece& piece : partition.own()) {
     const TensorSpec& spec = table_[static_cast<size_t>(piece.id)];

@@ -42,7 +42,7 @@ class Optimizer {
   };
 
   // `table` and `partition`, made from gradients of exactly the tensors that are trained, outlive the optimizer. `all` (null: alone): all ranks of the run.
-  Optimizer(Context& c, const std::vector<TensorSpec>& table, const OptimizerConfig& config, const Partition& partition, RankGroup* all);
+  Optimizer(const std::vector<TensorSpec>& table, const OptimizerConfig& config, const Partition& partition, RankGroup* all, Device device = Device::cpu);
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 

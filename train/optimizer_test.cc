@@ -57,7 +57,7 @@ struct Fixture {
       : config(config), gradients(make_test_gradients(table, config, arena)), partition(gradients, nullptr),
         optimizer(table, config, partition, nullptr) {
     Philox rng(1, RngPurpose::test);
-    const Status read = optimizer.read_masters([&](const TensorSpec&, const Box&, TensorView out) {
+    const Status read = optimizer.read_masters(context, [&](const TensorSpec&, const Box&, TensorView out) {
       if (out.dtype == DType::f32)
         for (int64_t i = 0; i < out.shape.elements(); ++i) out.ptr<float>()[i] = 2.0f * rng.uniform() - 1.0f;
       return Status::ok();
