@@ -36,10 +36,10 @@ struct Barrier {
 };
 GPU_INLINE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// The box of `map` at (column, row) to shared memory; its bytes are counted by `barrier`.
-GPU_INLINE void load_tile(void* to, const CUtensorMap* map, Barrier* barrier, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)), "l"(map),
-               "r"(shared_address(barrier)), "r"(column), "r"(row)
+// The box of `map` at (column, row, slab) to shared memory; its bytes are counted by `barrier`.
+GPU_INLINE void load_tile(void* to, const CUtensorMap* map, Barrier* barrier, int column, int row, int slab) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)), "l"(map),
+               "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(slab)
                : "memory");
 }
 GPU_INLINE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
@@ -60,12 +60,21 @@ GPU_INLINE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Open) : "memory");
 }
 
-// An operand tile in shared memory whose rows are 128 bytes along K, as the copy engine lays it out with 128-byte swizzle: eight rows are one atom of
-// 1024 bytes, at which it must be aligned. `k_bytes` moves along K inside the row.
-GPU_INLINE unsigned long long operand(const void* tile, unsigned k_bytes) {
-  const unsigned long long address = (shared_address(tile) + k_bytes) >> 4;
-  return (address & 0x3fff) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+// Ordinary stores to shared memory come before what the copy engine and the matrix unit do there next (of this thread: a barrier must follow).
+GPU_INLINE void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The 128 threads of warpgroup `group` (from 0; barrier 0 is the block's).
+GPU_INLINE void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+
+// Operand tiles in shared memory, as the copy engine lays boxes of 128 bytes a row out with 128-byte swizzle: eight rows are one atom of 1024 bytes, at which
+// the tile must be aligned.
+//   along K: a row is 128 bytes of K; atoms of eight rows of M (or N) follow each other; `bytes` moves along K inside the row
+//   across K: a row is 64 bf16 of M (or N); rows follow K; the next 64 of M (or N) lie `slab_bytes` on; `bytes` moves along K by rows of 128
+GPU_INLINE unsigned long long operand(const void* tile, unsigned bytes, unsigned leading, unsigned stride) {
+  const unsigned long long address = (shared_address(tile) + bytes) >> 4;
+  return (address & 0x3fff) | (static_cast<unsigned long long>(leading >> 4) << 16) | (static_cast<unsigned long long>(stride >> 4) << 32) | (1ull << 62);
 }
+GPU_INLINE unsigned long long operand_along_k(const void* tile, unsigned bytes) { return operand(tile, bytes, 16, 1024); }
+GPU_INLINE unsigned long long operand_across_k(const void* tile, unsigned bytes, unsigned slab_bytes) { return operand(tile, bytes, slab_bytes, 1024); }
 
 #define LOCKSTEP_R4(a, i) "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3])
 #define LOCKSTEP_R16(a, i) LOCKSTEP_R4(a, i), LOCKSTEP_R4(a, i + 4), LOCKSTEP_R4(a, i + 8), LOCKSTEP_R4(a, i + 12)
@@ -73,47 +82,48 @@ GPU_INLINE unsigned long long operand(const void* tile, unsigned k_bytes) {
 
 // acc (+)= A [64, 16] . B [N, 16]^T, bf16 to f32. Thread t of the warpgroup holds rows 16 (t / 32) + (t % 32) / 4 and + 8, columns 8 j + 2 (t % 4) and + 1:
 // acc[4 j + 0, 1] of the upper row, acc[4 j + 2, 3] of the lower.
-template <int N>
+// ACross, BCross: 1 where the operand's tile lies across K.
+template <int N, int ACross, int BCross>
 struct MmaBf16;
-template <>
-struct MmaBf16<32> {
+template <int ACross, int BCross>
+struct MmaBf16<32, ACross, BCross> {
   GPU_INLINE static void run(float (&d)[16], unsigned long long a, unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "%16, %17, p, 1, 1, 0, 0;\n}\n"
+        "%16, %17, p, 1, 1, %19, %20;\n}\n"
         : LOCKSTEP_R16(d, 0)
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(ACross), "n"(BCross));
   }
 };
-template <>
-struct MmaBf16<64> {
+template <int ACross, int BCross>
+struct MmaBf16<64, ACross, BCross> {
   GPU_INLINE static void run(float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, p, 1, 1, 0, 0;\n}\n"
+        "%32, %33, p, 1, 1, %35, %36;\n}\n"
         : LOCKSTEP_R16(d, 0), LOCKSTEP_R16(d, 16)
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(ACross), "n"(BCross));
   }
 };
-template <>
-struct MmaBf16<128> {
+template <int ACross, int BCross>
+struct MmaBf16<128, ACross, BCross> {
   GPU_INLINE static void run(float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1, 0, 0;\n}\n"
+        "%64, %65, p, 1, 1, %67, %68;\n}\n"
         : LOCKSTEP_R64(d, 0)
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(ACross), "n"(BCross));
   }
 };
-template <>
-struct MmaBf16<256> {
+template <int ACross, int BCross>
+struct MmaBf16<256, ACross, BCross> {
   GPU_INLINE static void run(float (&d)[128], unsigned long long a, unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
@@ -123,9 +133,9 @@ struct MmaBf16<256> {
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
         "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, "
         "%124, %125, %126, %127}, "
-        "%128, %129, p, 1, 1, 0, 0;\n}\n"
+        "%128, %129, p, 1, 1, %131, %132;\n}\n"
         : LOCKSTEP_R64(d, 0), LOCKSTEP_R64(d, 64)
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(ACross), "n"(BCross));
   }
 };
 // The same of E4M3, A [64, 32] . B [N, 32]^T. The unit adds with about 14 bits: no more than 128 along K go into one accumulator.

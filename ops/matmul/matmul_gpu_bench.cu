@@ -1,5 +1,5 @@
-// The Hopper product against f64 on the host (small), against itself for the row contract, and against cuBLASLt's best algorithm for speed at V4-Flash shapes. One JSON
-// line a measurement; exits with 1 if a check fails.
+// The Hopper products and gradients against f64 on the host (small), against themselves for the row contract, and against cuBLASLt's best algorithm for speed at
+// V4-Flash shapes. One JSON line a measurement; exits with 1 if a check fails.
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "ops/matmul/matmul_gpu.h"
@@ -40,6 +41,7 @@ template <typename T>
 struct DeviceArray {
   T* p = nullptr;
   explicit DeviceArray(size_t n) { CUDA_OK(cudaMalloc(&p, n * sizeof(T))); }
+  DeviceArray(DeviceArray&& o) noexcept : p(std::exchange(o.p, nullptr)) {}
   ~DeviceArray() { cudaFree(p); }
 };
 using Bf16Array = DeviceArray<__nv_bfloat16>;
@@ -111,52 +113,178 @@ gpu::MatmulProblem problem(int64_t m, int64_t n, int64_t k, const void* x, const
   return {.m = m, .n = n, .k = k, .x = x, .w = w, .y = y, .x_stride = k, .w_stride = k, .y_stride = n, .y_is_f32 = f32};
 }
 
+template <typename T>
+std::vector<T> host(const DeviceArray<T>& a, size_t n) {
+  std::vector<T> v(n);
+  CUDA_OK(cudaMemcpy(v.data(), a.p, n * sizeof(T), cudaMemcpyDeviceToHost));
+  return v;
+}
+DeviceArray<int32_t> on_device(const std::vector<int32_t>& v) {
+  DeviceArray<int32_t> a(v.size());
+  CUDA_OK(cudaMemcpy(a.p, v.data(), v.size() * 4, cudaMemcpyHostToDevice));
+  return a;
+}
+int64_t expert_of(const std::vector<int32_t>& offsets, int64_t row) {
+  return std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin() - 1;
+}
+// Rows of each expert: none, one, a few, more than a tile.
+std::vector<int32_t> some_offsets() { return {0, 0, 1, 66, 66, 194, 500, 503}; }
+
+// The worst |y - sum of terms| over its bound. `terms(i, j, add)` calls add(a, b) for each product of element (i, j); `start` is what was there.
+template <typename Terms, typename Start>
+void check_sums(const char* what, const std::vector<float>& y, int64_t rows, int64_t columns, Terms terms, Start start) {
+  double worst = 0;
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) {
+      double sum = start(i, j), size = std::fabs(sum);
+      int64_t count = 2;
+      terms(i, j, [&](__nv_bfloat16 a, __nv_bfloat16 b) {
+        const double term = static_cast<double>(__bfloat162float(a)) * static_cast<double>(__bfloat162float(b));
+        sum += term;
+        size += std::fabs(term);
+        ++count;
+      });
+      // One addition in f32 a term at most: 2^-23 of the sum of sizes each (truncating adders: one ulp).
+      const double difference = std::fabs(y[static_cast<size_t>(i * columns + j)] - sum), bound = size * static_cast<double>(count) * 0x1p-23;
+      const double error = difference == 0 ? 0 : difference / bound;
+      worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+    }
+  std::printf("{\"check\": \"%s\", \"rows\": %ld, \"columns\": %ld, \"error_over_bound\": %.4f}\n", what, rows, columns, worst);
+  require(worst <= 1, what);
+}
+
 void check_values() {
-  for (const auto [m, n, k] : {std::array<int64_t, 3>{1, 64, 64}, {130, 257, 200}, {64, 1000, 1032}, {300, 130, 4096}}) {
-    Bf16Array x(static_cast<size_t>(m * k)), w(static_cast<size_t>(n * k));
-    DeviceArray<float> y(static_cast<size_t>(m * n));
-    fill<<<256, 256>>>(x.p, static_cast<size_t>(m * k), 1);
-    fill<<<256, 256>>>(w.p, static_cast<size_t>(n * k), 2);
-    CUDA_OK(cudaMemset(y.p, 0xff, static_cast<size_t>(m * n) * 4));
-    gpu::matmul_bf16(problem(m, n, k, x.p, w.p, y.p, true), nullptr);
-    CUDA_OK(cudaDeviceSynchronize());
-    std::vector<__nv_bfloat16> hx(static_cast<size_t>(m * k)), hw(static_cast<size_t>(n * k));
-    std::vector<float> hy(static_cast<size_t>(m * n));
-    cudaMemcpy(hx.data(), x.p, hx.size() * 2, cudaMemcpyDeviceToHost);
-    cudaMemcpy(hw.data(), w.p, hw.size() * 2, cudaMemcpyDeviceToHost);
-    cudaMemcpy(hy.data(), y.p, hy.size() * 4, cudaMemcpyDeviceToHost);
-    double worst = 0;
-    for (int64_t i = 0; i < m; ++i)
-      for (int64_t j = 0; j < n; ++j) {
-        double sum = 0, size = 0;
-        for (int64_t l = 0; l < k; ++l) {
-          const double term = static_cast<double>(__bfloat162float(hx[static_cast<size_t>(i * k + l)])) * static_cast<double>(__bfloat162float(hw[static_cast<size_t>(j * k + l)]));
-          sum += term;
-          size += std::fabs(term);
-        }
-        // k additions in f32 at most: k * 2^-23 of the sum of sizes (truncating adders: one ulp each).
-        const double error = std::fabs(hy[static_cast<size_t>(i * n + j)] - sum) / (size * static_cast<double>(k) * 0x1p-23);
-        worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+  for (const auto [m, n, k] : {std::array<int64_t, 3>{1, 64, 64}, {130, 257, 200}, {64, 1000, 1032}, {300, 130, 4096}})
+    for (const int64_t k_segment : {0, 64, 512})
+      for (const bool accumulate : {false, true}) {
+        Bf16Array x(static_cast<size_t>(m * k)), w(static_cast<size_t>(n * k));
+        DeviceArray<float> y(static_cast<size_t>(m * n));
+        fill<<<256, 256>>>(x.p, static_cast<size_t>(m * k), 1);
+        fill<<<256, 256>>>(w.p, static_cast<size_t>(n * k), 2);
+        CUDA_OK(cudaMemset(y.p, accumulate ? 0x3f : 0xff, static_cast<size_t>(m * n) * 4));
+        gpu::MatmulProblem p = problem(m, n, k, x.p, w.p, y.p, true);
+        p.k_segment = k_segment;
+        p.accumulate = accumulate;
+        gpu::matmul_bf16(p, nullptr);
+        const auto hx = host(x, static_cast<size_t>(m * k)), hw = host(w, static_cast<size_t>(n * k));
+        check_sums("values", host(y, static_cast<size_t>(m * n)), m, n,
+                   [&, n = n, k = k](int64_t i, int64_t j, auto add) {
+                     for (int64_t l = 0; l < k; ++l) add(hx[static_cast<size_t>(i * k + l)], hw[static_cast<size_t>(j * k + l)]);
+                   },
+                   [&](int64_t, int64_t) { return accumulate ? static_cast<double>(0.747059762f) : 0.0; });  // 0x3f3f3f3f
       }
-    std::printf("{\"check\": \"values\", \"m\": %ld, \"n\": %ld, \"k\": %ld, \"error_over_bound\": %.4f}\n", m, n, k, worst);
-    require(worst <= 1, "values");
+}
+
+// Rows of experts, each with its own matrix; rows of dx likewise; dw over the rows of each.
+void check_experts() {
+  const std::vector<int32_t> offsets = some_offsets();
+  const auto at = on_device(offsets);
+  const int64_t experts = static_cast<int64_t>(offsets.size()) - 1, m = offsets.back();
+  for (const auto [n, k] : {std::array<int64_t, 2>{72, 64}, {136, 200}, {520, 1032}}) {
+    Bf16Array x(static_cast<size_t>(m * k)), w(static_cast<size_t>(experts * n * k)), dy(static_cast<size_t>(m * n));
+    DeviceArray<float> y(static_cast<size_t>(m * n)), dx(static_cast<size_t>(m * k)), dw(static_cast<size_t>(experts * n * k));
+    fill<<<256, 256>>>(x.p, static_cast<size_t>(m * k), 1);
+    fill<<<256, 256>>>(w.p, static_cast<size_t>(experts * n * k), 2);
+    fill<<<256, 256>>>(dy.p, static_cast<size_t>(m * n), 3);
+    const auto hx = host(x, static_cast<size_t>(m * k)), hw = host(w, static_cast<size_t>(experts * n * k)), hdy = host(dy, static_cast<size_t>(m * n));
+    const auto nothing = [](int64_t, int64_t) { return 0.0; };
+    const auto there = [](int64_t, int64_t) { return static_cast<double>(0.747059762f); };
+
+    CUDA_OK(cudaMemset(y.p, 0xff, static_cast<size_t>(m * n) * 4));
+    gpu::MatmulProblem p = problem(m, n, k, x.p, w.p, y.p, true);
+    p.offsets = at.p;
+    p.experts = experts;
+    gpu::matmul_bf16(p, nullptr);
+    check_sums("experts' values", host(y, static_cast<size_t>(m * n)), m, n,
+               [&, n = n, k = k](int64_t i, int64_t j, auto add) {
+                 const int64_t e = expert_of(offsets, i);
+                 for (int64_t l = 0; l < k; ++l) add(hx[static_cast<size_t>(i * k + l)], hw[static_cast<size_t>((e * n + j) * k + l)]);
+               },
+               nothing);
+
+    for (const bool grouped : {true, false})
+      for (const bool accumulate : {true, false}) {
+        CUDA_OK(cudaMemset(dx.p, accumulate ? 0x3f : 0xff, static_cast<size_t>(m * k) * 4));
+        gpu::matmul_backward_input_bf16({.m = m, .n = n, .k = k, .dy = dy.p, .other = w.p, .grad = dx.p, .dy_stride = n, .other_stride = k, .grad_stride = k,
+                                         .accumulate = accumulate, .offsets = grouped ? at.p : nullptr, .experts = grouped ? experts : 1},
+                                        nullptr);
+        const auto terms = [&, n = n, k = k](int64_t i, int64_t j, auto add) {
+          const int64_t e = grouped ? expert_of(offsets, i) : 0;
+          for (int64_t l = 0; l < n; ++l) add(hdy[static_cast<size_t>(i * n + l)], hw[static_cast<size_t>((e * n + l) * k + j)]);
+        };
+        const auto values = host(dx, static_cast<size_t>(m * k));
+        accumulate ? check_sums("dx", values, m, k, terms, there) : check_sums("dx", values, m, k, terms, nothing);
+      }
+
+    for (const bool grouped : {true, false}) {
+      const int64_t matrices = grouped ? experts : 1;
+      CUDA_OK(cudaMemset(dw.p, 0x3f, static_cast<size_t>(experts * n * k) * 4));
+      gpu::matmul_backward_weight_bf16({.m = m, .n = n, .k = k, .dy = dy.p, .other = x.p, .grad = dw.p, .dy_stride = n, .other_stride = k, .grad_stride = k,
+                                        .accumulate = true, .offsets = grouped ? at.p : nullptr, .experts = matrices},
+                                       nullptr);
+      check_sums("dw", host(dw, static_cast<size_t>(experts * n * k)), matrices * n, k,
+                 [&, n = n, k = k](int64_t i, int64_t j, auto add) {
+                   const int64_t first = grouped ? offsets[static_cast<size_t>(i / n)] : 0, last = grouped ? offsets[static_cast<size_t>(i / n + 1)] : m;
+                   for (int64_t l = first; l < last; ++l) add(hdy[static_cast<size_t>(l * n + i % n)], hx[static_cast<size_t>(l * k + j)]);
+                 },
+                 there);
+    }
   }
 }
 
-void check_rows() {
-  const int64_t n = 4096, k = 4096, most = 8192;
-  Bf16Array x(static_cast<size_t>(most * k)), w(static_cast<size_t>(n * k)), y(static_cast<size_t>(most * n)), z(static_cast<size_t>(most * n));
-  fill<<<1024, 256>>>(x.p, static_cast<size_t>(most * k), 3);
-  fill<<<1024, 256>>>(w.p, static_cast<size_t>(n * k), 4);
-  gpu::matmul_bf16(problem(most, n, k, x.p, w.p, y.p, false), nullptr);
-  std::vector<__nv_bfloat16> whole(static_cast<size_t>(most * n)), part(static_cast<size_t>(most * n));
-  cudaMemcpy(whole.data(), y.p, whole.size() * 2, cudaMemcpyDeviceToHost);
+// Rows of a product of `most` rows, against products of `m` of them from `first`: `run(first, m, y)`, elements of two bytes.
+template <typename Run>
+void check_rows_of(const char* what, int64_t most, int64_t n, Run run) {
+  Bf16Array y(static_cast<size_t>(most * n));
+  run(0, most, y.p);
+  const auto whole = host(y, static_cast<size_t>(most * n));
   for (const int64_t m : {1, 3, 8, 64, 257, 2048, 8192})
     for (const int64_t first : {int64_t{0}, std::min<int64_t>(most - m, 1001)}) {
-      gpu::matmul_bf16(problem(m, n, k, x.p + first * k, w.p, z.p, false), nullptr);
-      cudaMemcpy(part.data(), z.p, static_cast<size_t>(m * n) * 2, cudaMemcpyDeviceToHost);
-      require(std::memcmp(part.data(), whole.data() + first * n, static_cast<size_t>(m * n) * 2) == 0, "rows are those of any other M");
+      CUDA_OK(cudaMemset(y.p, 0xff, static_cast<size_t>(m * n) * 2));
+      run(first, m, y.p);
+      const auto part = host(y, static_cast<size_t>(m * n));
+      require(std::memcmp(part.data(), whole.data() + first * n, static_cast<size_t>(m * n) * 2) == 0, what);
     }
+}
+// Offsets of rows [first, first + m) when expert e has rows [e * most / experts, (e + 1) * most / experts).
+std::vector<int32_t> part_of_offsets(int64_t most, int64_t experts, int64_t first, int64_t m) {
+  std::vector<int32_t> v;
+  for (int64_t e = 0; e <= experts; ++e) v.push_back(static_cast<int32_t>(std::clamp(e * most / experts, first, first + m) - first));
+  return v;
+}
+
+void check_rows() {
+  const int64_t n = 4096, k = 4096, most = 8192, experts = 24;
+  Bf16Array x(static_cast<size_t>(most * k)), w(static_cast<size_t>(experts * n * k));
+  fill<<<1024, 256>>>(x.p, static_cast<size_t>(most * k), 3);
+  fill<<<1024, 256>>>(w.p, static_cast<size_t>(experts * n * k), 4);
+  for (const int64_t k_segment : {0, 512})
+    check_rows_of("rows are those of any other M", most, n, [&](int64_t first, int64_t m, void* y) {
+      gpu::MatmulProblem p = problem(m, n, k, x.p + first * k, w.p, y, false);
+      p.k_segment = k_segment;
+      gpu::matmul_bf16(p, nullptr);
+    });
+  check_rows_of("rows of experts are those of any other M", most, n, [&](int64_t first, int64_t m, void* y) {
+    const auto at = on_device(part_of_offsets(most, experts, first, m));
+    gpu::MatmulProblem p = problem(m, n, k, x.p + first * k, w.p, y, false);
+    p.offsets = at.p;
+    p.experts = experts;
+    gpu::matmul_bf16(p, nullptr);
+    CUDA_OK(cudaDeviceSynchronize());
+  });
+  // A row of an expert is the row of a product with that expert alone.
+  Bf16Array y(static_cast<size_t>(most * n)), z(static_cast<size_t>(most * n));
+  const auto at = on_device(part_of_offsets(most, experts, 0, most));
+  gpu::MatmulProblem p = problem(most, n, k, x.p, w.p, y.p, false);
+  p.offsets = at.p;
+  p.experts = experts;
+  gpu::matmul_bf16(p, nullptr);
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t first = e * most / experts, last = (e + 1) * most / experts;
+    gpu::matmul_bf16(problem(last - first, n, k, x.p + first * k, w.p + e * n * k, z.p + first * n, false), nullptr);
+  }
+  require(std::memcmp(host(y, static_cast<size_t>(most * n)).data(), host(z, static_cast<size_t>(most * n)).data(), static_cast<size_t>(most * n) * 2) == 0,
+          "rows of experts are those of each alone");
 }
 
 // E4M3 codes of every finite value but the largest, which a random sum would drown in.
@@ -171,6 +299,10 @@ __global__ void fill_scales(float* p, size_t n, unsigned seed) {
   for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n; i += static_cast<size_t>(gridDim.x) * blockDim.x)
     p[i] = static_cast<float>((i * 7 + seed) % 13 + 1) * 0.01f;
 }
+__global__ void fill_exponents(unsigned char* p, size_t n, unsigned seed) {
+  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n; i += static_cast<size_t>(gridDim.x) * blockDim.x)
+    p[i] = static_cast<unsigned char>(118 + (i * 5 + seed) % 7);
+}
 
 double e4m3(unsigned char c) {
   const int exponent = c >> 3 & 15, mantissa = c & 7;
@@ -178,46 +310,54 @@ double e4m3(unsigned char c) {
   return c & 0x80 ? -v : v;
 }
 
+int64_t blocks_of(int64_t n) { return (n + 127) / 128; }
+
 struct Fp8Arrays {
-  DeviceArray<unsigned char> x, w;
-  DeviceArray<float> x_scale, w_scale;
+  DeviceArray<unsigned char> x, w, w_scale;
+  DeviceArray<float> x_scale;
   gpu::Fp8Problem problem;
-  Fp8Arrays(int64_t m, int64_t n, int64_t k, void* y, bool f32)
-      : x(static_cast<size_t>(m * k)), w(static_cast<size_t>(n * k)), x_scale(static_cast<size_t>(m * ((k + 127) / 128))),
-        w_scale(static_cast<size_t>((n + 127) / 128 * ((k + 127) / 128))) {
+  Fp8Arrays(int64_t m, int64_t n, int64_t k, void* y, bool f32, int64_t experts = 1)
+      : x(static_cast<size_t>(m * k)), w(static_cast<size_t>(experts * n * k)), w_scale(static_cast<size_t>(experts * blocks_of(n) * blocks_of(k))),
+        x_scale(static_cast<size_t>(m * blocks_of(k))) {
     fill_codes<<<1024, 256>>>(x.p, static_cast<size_t>(m * k), 1);
-    fill_codes<<<1024, 256>>>(w.p, static_cast<size_t>(n * k), 2);
-    fill_scales<<<64, 256>>>(x_scale.p, static_cast<size_t>(m * ((k + 127) / 128)), 3);
-    fill_scales<<<64, 256>>>(w_scale.p, static_cast<size_t>((n + 127) / 128 * ((k + 127) / 128)), 5);
+    fill_codes<<<1024, 256>>>(w.p, static_cast<size_t>(experts * n * k), 2);
+    fill_scales<<<64, 256>>>(x_scale.p, static_cast<size_t>(m * blocks_of(k)), 3);
+    fill_exponents<<<64, 256>>>(w_scale.p, static_cast<size_t>(experts * blocks_of(n) * blocks_of(k)), 5);
     problem = {.codes = {.m = m, .n = n, .k = k, .x = x.p, .w = w.p, .y = y, .x_stride = k, .w_stride = k, .y_stride = n, .y_is_f32 = f32},
-               .x_scale = x_scale.p, .w_scale = w_scale.p, .x_scale_stride = (k + 127) / 128, .w_scale_stride = (k + 127) / 128};
+               .x_scale = x_scale.p, .w_scale = w_scale.p, .x_scale_stride = blocks_of(k), .w_scale_stride = blocks_of(k)};
   }
 };
 
-template <typename T>
-std::vector<T> host(const DeviceArray<T>& a, size_t n) {
-  std::vector<T> v(n);
-  CUDA_OK(cudaMemcpy(v.data(), a.p, n * sizeof(T), cudaMemcpyDeviceToHost));
-  return v;
-}
-
 void check_fp8() {
-  for (const auto [m, n, k] : {std::array<int64_t, 3>{1, 64, 128}, {130, 257, 208}, {64, 1000, 1040}, {300, 130, 4096}}) {
+  const std::vector<int32_t> offsets = some_offsets(), everything = {0, offsets.back()};
+  for (const auto [n, k, k_segment, grouped] :
+       {std::array<int64_t, 4>{64, 128, 0, 0}, {257, 208, 0, 0}, {1000, 1040, 256, 0}, {130, 4096, 0, 0}, {200, 640, 128, 0}, {136, 400, 0, 1}, {256, 1024, 0, 1}}) {
+    const std::vector<int32_t>& at = grouped ? offsets : everything;
+    const int64_t m = offsets.back(), experts = static_cast<int64_t>(at.size()) - 1, blocks = blocks_of(k);
     DeviceArray<float> y(static_cast<size_t>(m * n));
-    const Fp8Arrays a(m, n, k, y.p, true);
+    Fp8Arrays a(m, n, k, y.p, true, experts);
+    const auto device_at = on_device(at);
+    a.problem.codes.k_segment = k_segment;
+    a.problem.codes.offsets = grouped ? device_at.p : nullptr;
+    a.problem.codes.experts = experts;
+    CUDA_OK(cudaMemset(y.p, 0xff, static_cast<size_t>(m * n) * 4));
     gpu::matmul_fp8(a.problem, nullptr);
     CUDA_OK(cudaDeviceSynchronize());
-    const int64_t blocks = (k + 127) / 128;
-    const auto hx = host(a.x, static_cast<size_t>(m * k)), hw = host(a.w, static_cast<size_t>(n * k));
-    const auto sx = host(a.x_scale, static_cast<size_t>(m * blocks)), sw = host(a.w_scale, static_cast<size_t>((n + 127) / 128 * blocks));
+    const auto hx = host(a.x, static_cast<size_t>(m * k)), hw = host(a.w, static_cast<size_t>(experts * n * k)), sw = host(a.w_scale, static_cast<size_t>(experts * blocks_of(n) * blocks));
+    const auto sx = host(a.x_scale, static_cast<size_t>(m * blocks));
     const auto hy = host(y, static_cast<size_t>(m * n));
+    std::array<double, 256> value;
+    for (size_t code = 0; code < 256; ++code) value[code] = e4m3(static_cast<unsigned char>(code));
     double worst = 0;
     for (int64_t i = 0; i < m; ++i)
       for (int64_t j = 0; j < n; ++j) {
-        double sum = 0, bound = 0, largest = 0;
+        const int64_t e = expert_of(at, i);
+        double sum = 0, bound = 0, largest = 0, scale = 0;
         for (int64_t l = 0; l < k; ++l) {
-          const double scale = static_cast<double>(sx[static_cast<size_t>(i * blocks + l / 128)]) * static_cast<double>(sw[static_cast<size_t>(j / 128 * blocks + l / 128)]);
-          const double term = e4m3(hx[static_cast<size_t>(i * k + l)]) * e4m3(hw[static_cast<size_t>(j * k + l)]) * scale;
+          if (l % 128 == 0)
+            scale = static_cast<double>(sx[static_cast<size_t>(i * blocks + l / 128)]) *
+                    std::ldexp(1.0, sw[static_cast<size_t>((e * blocks_of(n) + j / 128) * blocks + l / 128)] - 127);
+          const double term = value[hx[static_cast<size_t>(i * k + l)]] * value[hw[static_cast<size_t>((e * n + j) * k + l)]] * scale;
           sum += term;
           // The unit adds 32 products and the sum so far, each aligned to the largest and cut 13 bits below it; then come the f32 sums over blocks. The largest of a
           // block of 128 is at most the sum so far, which its products bound.
@@ -228,31 +368,117 @@ void check_fp8() {
         const double error = std::fabs(hy[static_cast<size_t>(i * n + j)] - sum) / bound;
         worst = std::isnan(error) ? INFINITY : std::max(worst, error);
       }
-    std::printf("{\"check\": \"fp8 values\", \"m\": %ld, \"n\": %ld, \"k\": %ld, \"error_over_bound\": %.4f}\n", m, n, k, worst);
+    std::printf("{\"check\": \"fp8 values\", \"m\": %ld, \"n\": %ld, \"k\": %ld, \"experts\": %ld, \"error_over_bound\": %.4f}\n", m, n, k, experts, worst);
     require(worst <= 1, "fp8 values");
   }
-  const int64_t n = 4096, k = 4096, most = 8192;
-  Bf16Array y(static_cast<size_t>(most * n)), z(static_cast<size_t>(most * n));
-  const Fp8Arrays a(most, n, k, y.p, false);
-  gpu::matmul_fp8(a.problem, nullptr);
-  const auto whole = host(y, static_cast<size_t>(most * n));
-  for (const int64_t m : {1, 3, 8, 64, 257, 2048, 8192})
-    for (const int64_t first : {int64_t{0}, std::min<int64_t>(most - m, 1001)}) {
-      gpu::Fp8Problem p = a.problem;
-      p.codes.m = m;
-      p.codes.x = a.x.p + first * k;
-      p.codes.y = z.p;
-      p.x_scale += first * p.x_scale_stride;
+  const int64_t n = 4096, k = 4096, most = 8192, experts = 24;
+  const Fp8Arrays a(most, n, k, nullptr, false, experts);
+  const auto part = [&](int64_t first, int64_t m, void* y) {
+    gpu::Fp8Problem p = a.problem;
+    p.codes.m = m;
+    p.codes.x = a.x.p + first * k;
+    p.codes.y = y;
+    p.x_scale += first * p.x_scale_stride;
+    return p;
+  };
+  for (const int64_t k_segment : {0, 512})
+    check_rows_of("fp8 rows are those of any other M", most, n, [&](int64_t first, int64_t m, void* y) {
+      gpu::Fp8Problem p = part(first, m, y);
+      p.codes.k_segment = k_segment;
       gpu::matmul_fp8(p, nullptr);
-      const auto part = host(z, static_cast<size_t>(m * n));
-      require(std::memcmp(part.data(), whole.data() + first * n, static_cast<size_t>(m * n) * 2) == 0, "fp8 rows are those of any other M");
+    });
+  check_rows_of("fp8 rows of experts are those of any other M", most, n, [&](int64_t first, int64_t m, void* y) {
+    const auto at = on_device(part_of_offsets(most, experts, first, m));
+    gpu::Fp8Problem p = part(first, m, y);
+    p.codes.offsets = at.p;
+    p.codes.experts = experts;
+    gpu::matmul_fp8(p, nullptr);
+    CUDA_OK(cudaDeviceSynchronize());
+  });
+}
+
+// Flash: 256 experts, 4096 to 2 x 2048 and back; tokens times 6 rows, spread evenly.
+void measure_experts() {
+  const int64_t experts = 256;
+  for (const auto& [n, k] : {std::array<int64_t, 2>{4096, 4096}, {4096, 2048}})
+    for (const int64_t tokens : {1, 8, 64, 256, 2048, 8192}) {
+      const int64_t m = tokens * 6;
+      // As routing gives them: few tokens meet few experts.
+      std::vector<int32_t> offsets(static_cast<size_t>(experts) + 1, 0);
+      for (int64_t i = 0; i < m; ++i) ++offsets[static_cast<size_t>(i * 97 % experts) + 1];
+      for (int64_t e = 0; e < experts; ++e) offsets[static_cast<size_t>(e) + 1] += offsets[static_cast<size_t>(e)];
+      const auto at = on_device(offsets);
+      const int64_t busy = std::min(experts, m);
+      const double flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+      const auto print = [&](const char* op, double seconds, double weight_bytes) {
+        std::printf("{\"op\": \"%s\", \"experts\": %ld, \"m\": %ld, \"n\": %ld, \"k\": %ld, \"us\": %.1f, \"tflops\": %.0f, \"gb_s\": %.0f}\n", op, experts, m, n, k, seconds * 1e6,
+                    flops / seconds * 1e-12, weight_bytes * static_cast<double>(busy * n * k) * 1e-9 / seconds);
+      };
+      Bf16Array y(static_cast<size_t>(m * n));
+      {
+        Bf16Array x(static_cast<size_t>(m * k)), w(static_cast<size_t>(experts * n * k));
+        fill<<<1024, 256>>>(x.p, static_cast<size_t>(m * k), 5);
+        fill<<<1024, 256>>>(w.p, static_cast<size_t>(experts * n * k), 6);
+        fill<<<1024, 256>>>(y.p, static_cast<size_t>(m * n), 7);
+        gpu::MatmulProblem p = problem(m, n, k, x.p, w.p, y.p, false);
+        p.offsets = at.p;
+        p.experts = experts;
+        if (tokens >= 256) {
+          DeviceArray<float> grad(static_cast<size_t>(std::max(experts * n, m) * k));
+          gpu::MatmulBackwardProblem b = {.m = m, .n = n, .k = k, .dy = y.p, .other = w.p, .grad = grad.p, .dy_stride = n, .other_stride = k, .grad_stride = k,
+                                          .offsets = at.p, .experts = experts};
+          print("grouped dx bf16", median_seconds([&] { gpu::matmul_backward_input_bf16(b, nullptr); }), 2);
+          b.other = x.p;
+          print("grouped dw bf16", median_seconds([&] { gpu::matmul_backward_weight_bf16(b, nullptr); }), 8);
+        }
+        print("grouped bf16", median_seconds([&] { gpu::matmul_bf16(p, nullptr); }), 2);
+      }
+      Fp8Arrays a(m, n, k, y.p, false, experts);
+      a.problem.codes.offsets = at.p;
+      a.problem.codes.experts = experts;
+      print("grouped fp8", median_seconds([&] { gpu::matmul_fp8(a.problem, nullptr); }), 1);
     }
+}
+
+// The gradients beside what cuBLASLt needs for the forward product of as many operations, and rows made into operands.
+void measure_gradients() {
+  for (const auto& [n, k] : {std::array<int64_t, 2>{4096, 4096}, {32768, 1024}, {1024, 4096}})
+    for (const int64_t m : {1024, 8192}) {
+      Bf16Array x(static_cast<size_t>(m * k)), w(static_cast<size_t>(n * k)), dy(static_cast<size_t>(m * n));
+      DeviceArray<float> grad(static_cast<size_t>(std::max(n, m) * k));
+      fill<<<1024, 256>>>(x.p, static_cast<size_t>(m * k), 5);
+      fill<<<1024, 256>>>(w.p, static_cast<size_t>(n * k), 6);
+      fill<<<1024, 256>>>(dy.p, static_cast<size_t>(m * n), 7);
+      gpu::MatmulBackwardProblem p = {.m = m, .n = n, .k = k, .dy = dy.p, .other = w.p, .grad = grad.p, .dy_stride = n, .other_stride = k, .grad_stride = k};
+      const double input = median_seconds([&] { gpu::matmul_backward_input_bf16(p, nullptr); });
+      p.other = x.p;
+      const double weight = median_seconds([&] { gpu::matmul_backward_weight_bf16(p, nullptr); });
+      const double theirs = cublaslt_seconds(m, n, k, x.p, w.p, dy.p), flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+      std::printf("{\"op\": \"gradients bf16\", \"m\": %ld, \"n\": %ld, \"k\": %ld, \"dx_us\": %.1f, \"dx_tflops\": %.0f, \"dw_us\": %.1f, \"dw_tflops\": %.0f, \"cublaslt_forward_us\": %.1f}\n",
+                  m, n, k, input * 1e6, flops / input * 1e-12, weight * 1e6, flops / weight * 1e-12, theirs * 1e6);
+    }
+  Context c;
+  c.device = Device::gpu;
+  for (const int64_t m : {64, 8192}) {
+    const int64_t k = 4096;
+    Bf16Array x(static_cast<size_t>(m * k)), y(static_cast<size_t>(m * k));
+    DeviceArray<float> dy(static_cast<size_t>(m * k)), scales(static_cast<size_t>(m * k / 128));
+    fill<<<1024, 256>>>(x.p, static_cast<size_t>(m * k), 5);
+    CUDA_OK(cudaMemset(dy.p, 0x3f, static_cast<size_t>(m * k) * 4));
+    const double quantize = median_seconds([&] {
+      gpu::quantize_rows(c, TensorView(y.p, DType::e4m3, {m, k}), TensorView(scales.p, DType::f32, {m, k / 128}), TensorView(x.p, DType::bf16, {m, k}));
+    });
+    const double round = median_seconds([&] { gpu::round_rows(c, TensorView(y.p, DType::bf16, {m, k}), TensorView(dy.p, DType::f32, {m, k})); });
+    std::printf("{\"op\": \"operands\", \"m\": %ld, \"k\": %ld, \"quantize_us\": %.1f, \"quantize_gb_s\": %.0f, \"round_us\": %.1f, \"round_gb_s\": %.0f}\n", m, k, quantize * 1e6,
+                static_cast<double>(m * k) * 3e-9 / quantize, round * 1e6, static_cast<double>(m * k) * 6e-9 / round);
+  }
 }
 
 }  // namespace
 
 int main() {
   check_values();
+  check_experts();
   check_rows();
   check_fp8();
   std::printf("{\"check\": \"all\", \"ok\": %s}\n", ok ? "true" : "false");
@@ -269,10 +495,14 @@ int main() {
                   flops / ours * 1e-12, static_cast<double>(n * k + m * k + m * n) * 2e-9 / ours, theirs * 1e6, theirs / ours);
       if (m < 64) continue;
       const Fp8Arrays a(m, n, k, y.p, false);
+      DeviceArray<float> library_scale(static_cast<size_t>(blocks_of(n) * blocks_of(k)));  // of w, for the library
+      fill_scales<<<64, 256>>>(library_scale.p, static_cast<size_t>(blocks_of(n) * blocks_of(k)), 5);
       const double ours8 = median_seconds([&] { gpu::matmul_fp8(a.problem, nullptr); });
-      const double theirs8 = cublaslt_seconds(m, n, k, a.x.p, a.w.p, y.p, a.x_scale.p, a.w_scale.p);
+      const double theirs8 = cublaslt_seconds(m, n, k, a.x.p, a.w.p, y.p, a.x_scale.p, library_scale.p);
       std::printf("{\"op\": \"matmul fp8\", \"m\": %ld, \"n\": %ld, \"k\": %ld, \"us\": %.1f, \"tflops\": %.0f, \"cublaslt_us\": %.1f, \"ratio\": %.2f}\n", m, n, k, ours8 * 1e6,
                   flops / ours8 * 1e-12, theirs8 * 1e6, theirs8 / ours8);
     }
+  measure_gradients();
+  measure_experts();
   return ok ? 0 : 1;
 }

@@ -1,11 +1,11 @@
 // y = x . w^T of E4M3 codes with block scales on Hopper: scales of x by row and 128 of K, of w by 128 x 128.
 //
-// As matmul_gpu_sm90.cu, but each step of 128 along K is an accumulator of its own, which the warpgroup then adds to the sum in f32 with
+// As matmul_gpu_sm90_bf16.h, but each step of 128 along K is an accumulator of its own, which the warpgroup then adds to the sum in f32 with
 // fma(partial, scale_x * scale_w, sum): the tensor core's own additions keep about 14 bits. While one warpgroup promotes, the other's products run.
 //
-// Row contract: an element is the ordered sum over blocks of K of such partials, whatever M.
+// Row contract: an element is the ordered sum over blocks of K of such partials, whatever M; with segments such a sum each, added in order.
 
-#include "ops/matmul/matmul_gpu.h"
+#include "core/formats.h"
 #include "ops/matmul/matmul_gpu_sm90.h"
 
 namespace lockstep::gpu {
@@ -14,92 +14,135 @@ namespace {
 
 using namespace sm90_matmul;
 
-constexpr int kTileK = 128, kTileN = 128;
+constexpr int kStepK = 128, kTileN = 128;
 
-template <int Consumers>
-struct Tile {
-  static constexpr int kM = 64 * Consumers, kN = kTileN, kK = kTileK, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
+template <int Consumers, bool Segments>
+struct Shape {
+  static constexpr int kM = 64 * Consumers, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
+  static constexpr bool kSegments = Segments;
   struct Stage {
-    e4m3_t x[kM * kTileK];
-    e4m3_t w[kTileN * kTileK];
+    e4m3_t x[kM * kStepK];
+    e4m3_t w[kTileN * kStepK];
   };
   static constexpr int kStages = static_cast<int>(kStagesBytesMax / sizeof(Stage));
-  static constexpr size_t kSharedBytes = kStages * (sizeof(Stage) + 2 * sizeof(sm90::Barrier));
 };
 
 struct Scales {
-  const float* x;  // [m, k / 128]
-  const float* w;  // [n / 128, k / 128]
+  const float* x;    // [m, k / 128]
+  const ue8m0* w;    // [experts, n / 128, k / 128]
   long long x_stride, w_stride;
 };
 
-template <typename T, typename Y>
-__global__ void __launch_bounds__(T::kThreads, 1)
-matmul_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const Problem p, const Scales scales) {
+template <typename T, typename Tiles>
+GPU_INLINE void feed(Stages<T>& stages, const CUtensorMap& x_map, const CUtensorMap& w_map, const Tiles& tiles) {
+  sm90::leave_registers<40>();
+  if (threadIdx.x != 0) return;
+  sm90::prefetch_map(&x_map);
+  sm90::prefetch_map(&w_map);
+  const int count = tiles.count();
+  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
+    const Tile tile = tiles.at(i);
+    for (int k = 0; k < tile.k_end; k += kStepK) {
+      sm90::Barrier* const full = &stages.full[stages.at];
+      stages.empty[stages.at].wait(stages.phase ^ 1);
+      full->arrive_and_expect(sizeof(typename T::Stage));
+      sm90::load_tile(stages.data[stages.at].x, &x_map, full, k, tile.row, 0);
+      sm90::load_tile(stages.data[stages.at].w, &w_map, full, k, tile.column, tile.expert);
+      stages.advance();
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1) matmul_fp8_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
+                                                                    const __grid_constant__ Problem p, const Scales scales) {
   extern __shared__ __align__(1024) char shared[];
   Stages<T> stages(shared);
-  const int num_tiles = p.tiles_m * p.tiles_n, steps = (p.k + kTileK - 1) / kTileK;
+  const Walk<T::kM, kTileN, false> tiles(p, stages.first_tile());
+  __syncthreads();
   const int group = static_cast<int>(threadIdx.x) / 128;
-  if (group == 0) return feed(stages, x_map, w_map, p, num_tiles, steps);
+  if (group == 0) return feed(stages, x_map, w_map, tiles);
 
   sm90::take_registers<T::kConsumers == 2 ? 232 : 240>();
-  const int half = group - 1, t = static_cast<int>(threadIdx.x) % 128;
-  for (int i = static_cast<int>(blockIdx.x); i < num_tiles; i += static_cast<int>(gridDim.x)) {
-    int tile_m, tile_n;
-    place_tile(p, i, &tile_m, &tile_n);
-    const int row = tile_m * T::kM + half * 64;
+  const int half = group - 1, t = static_cast<int>(threadIdx.x) % 128, count = tiles.count(), steps = (p.k + kStepK - 1) / kStepK;
+  const int steps_a_segment = T::kSegments ? p.k_segment / kStepK : steps;
+  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
+    const Tile tile = tiles.at(i);
+    const int row = tile.row + half * 64;
     // This thread's two rows; those beyond the end take the last row's scale, and are not stored.
-    const int upper = min(row + t / 32 * 16 + t % 32 / 4, p.m - 1), lower = min(row + t / 32 * 16 + t % 32 / 4 + 8, p.m - 1);
+    const int upper = min(row + t / 32 * 16 + t % 32 / 4, tile.row_end - 1), lower = min(row + t / 32 * 16 + t % 32 / 4 + 8, tile.row_end - 1);
     const float* const scale_upper = scales.x + upper * scales.x_stride;
     const float* const scale_lower = scales.x + lower * scales.x_stride;
-    const float* const scale_w = scales.w + tile_n * scales.w_stride;
+    const ue8m0* const scale_w = scales.w + (static_cast<long long>(tile.expert) * p.tiles_n + tile.column / kTileN) * scales.w_stride;
     float sum[kTileN / 2] = {}, part[kTileN / 2];
+    [[maybe_unused]] float whole[T::kSegments ? kTileN / 2 : 1] = {};
+    int left = steps_a_segment;  // of this segment
     for (int step = 0; step < steps; ++step) {
-      const float w = __ldg(scale_w + step), a = __ldg(scale_upper + step) * w, b = __ldg(scale_lower + step) * w;
+      const float w = to_f32(ue8m0{__ldg(&scale_w[step].bits)}), a = __ldg(scale_upper + step) * w, b = __ldg(scale_lower + step) * w;
       stages.full[stages.at].wait(stages.phase);
       sm90::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kTileK / 32; ++k)
-        sm90::mma_e4m3_n128(part, sm90::operand(stages.data[stages.at].x + half * 64 * kTileK, 32u * static_cast<unsigned>(k)),
-                            sm90::operand(stages.data[stages.at].w, 32u * static_cast<unsigned>(k)), k != 0);
+      for (int k = 0; k < kStepK / 32; ++k)
+        sm90::mma_e4m3_n128(part, sm90::operand_along_k(stages.data[stages.at].x + half * 64 * kStepK, 32u * static_cast<unsigned>(k)),
+                            sm90::operand_along_k(stages.data[stages.at].w, 32u * static_cast<unsigned>(k)), k != 0);
       sm90::wgmma_commit();
       sm90::wgmma_wait<0>();
       if (t == 0) stages.empty[stages.at].arrive();
       stages.advance();
 #pragma unroll
       for (int j = 0; j < kTileN / 2; ++j) sum[j] = fma(part[j], j & 2 ? b : a, sum[j]);
+      if constexpr (T::kSegments) {
+        if (--left == 0 || step + 1 == steps) {
+#pragma unroll
+          for (int j = 0; j < kTileN / 2; ++j) {
+            whole[j] += sum[j];
+            sum[j] = 0;
+          }
+          left = steps_a_segment;
+        }
+      }
     }
-    store_accumulator<kTileN, Y>(p, row, tile_n * kTileN, t, sum);
+    if constexpr (T::kSegments) {
+      store_accumulator<kTileN>(p, tile, row, t, whole);
+    } else {
+      store_accumulator<kTileN>(p, tile, row, t, sum);
+    }
   }
 }
 
-template <typename T, typename Y>
+template <typename T>
 void launch(const Fp8Problem& q, cudaStream_t stream) {
-  static const cudaError_t allowed = cudaFuncSetAttribute(matmul_kernel<T, Y>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(T::kSharedBytes));
-  GPU_CHECK(allowed == cudaSuccess, "%zu bytes of shared memory a block: %s", T::kSharedBytes, cudaGetErrorString(allowed));
+  constexpr size_t kBytes = shared_bytes<T>();
+  static const cudaError_t allowed = cudaFuncSetAttribute(matmul_fp8_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
+  GPU_CHECK(allowed == cudaSuccess, "%zu bytes of shared memory a block: %s", kBytes, cudaGetErrorString(allowed));
   const MatmulProblem& m = q.codes;
-  const Problem p = {static_cast<int>(m.m), static_cast<int>(m.n), static_cast<int>(m.k), static_cast<int>(pieces(m.m, T::kM)), static_cast<int>(pieces(m.n, kTileN)),
-                     m.y, m.y_stride};
-  const Scales scales = {q.x_scale, q.w_scale, q.x_scale_stride, q.w_scale_stride};
-  const CUtensorMap x_map = make_map<e4m3_t>(m.x, m.m, m.k, m.x_stride, T::kM), w_map = make_map<e4m3_t>(m.w, m.n, m.k, m.w_stride, kTileN);
-  const int blocks = std::min(multiprocessors(), p.tiles_m * p.tiles_n);
-  matmul_kernel<T, Y><<<blocks, T::kThreads, T::kSharedBytes, stream>>>(x_map, w_map, p, scales);
+  const Problem p = {.rows = static_cast<int>(m.m), .columns = static_cast<int>(m.n), .k = static_cast<int>(m.k), .tiles_m = static_cast<int>(pieces(m.m, T::kM)),
+                     .tiles_n = static_cast<int>(pieces(m.n, kTileN)), .experts = static_cast<int>(m.experts), .offsets = m.offsets,
+                     .k_segment = static_cast<int>(m.k_segment), .y = m.y, .y_stride = m.y_stride, .y_expert_stride = 0, .y_is_f32 = m.y_is_f32,
+                     .accumulate = m.accumulate, .y_pairs = stores_pairs(m.y, m.y_stride, m.y_is_f32)};
+  const Scales scales = {q.x_scale, reinterpret_cast<const ue8m0*>(q.w_scale), q.x_scale_stride, q.w_scale_stride};
+  const CUtensorMap x_map = make_map<e4m3_t>(m.x, 1, m.m, m.k, m.x_stride, T::kM), w_map = make_map<e4m3_t>(m.w, m.experts, m.n, m.k, m.w_stride, kTileN);
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors(), most_tiles_m(m.m, m.experts, T::kM) * p.tiles_n));
+  matmul_fp8_kernel<T><<<blocks, T::kThreads, kBytes, stream>>>(x_map, w_map, p, scales);
   const cudaError_t e = cudaGetLastError();
   GPU_CHECK(e == cudaSuccess, "matmul fp8 [%ld, %ld, %ld]: %s", static_cast<long>(m.m), static_cast<long>(m.n), static_cast<long>(m.k), cudaGetErrorString(e));
 }
 
-template <typename Y>
+template <bool Segments>
 void choose(const Fp8Problem& p, cudaStream_t s) {
-  if (pieces(p.codes.m, 128) * pieces(p.codes.n, kTileN) >= multiprocessors()) return launch<Tile<2>, Y>(p, s);
-  return launch<Tile<1>, Y>(p, s);
+  const int64_t busy = std::min(p.codes.experts, p.codes.m), rows = p.codes.m / busy;  // of a typical batch: rows spread over all experts
+  if (rows > 64 && busy * pieces(rows, 128) * pieces(p.codes.n, kTileN) >= multiprocessors()) return launch<Shape<2, Segments>>(p, s);
+  return launch<Shape<1, Segments>>(p, s);
 }
 
 }  // namespace
 
 void matmul_fp8(const Fp8Problem& p, void* stream) {
+  GPU_CHECK(p.codes.k_segment % kStepK == 0 && (!p.codes.accumulate || p.codes.y_is_f32), "matmul fp8: segments of %ld, accumulate %d",
+            static_cast<long>(p.codes.k_segment), p.codes.accumulate);
   if (p.codes.m == 0) return;
   const auto s = static_cast<cudaStream_t>(stream);
-  p.codes.y_is_f32 ? choose<float>(p, s) : choose<bf16_t>(p, s);
+  p.codes.k_segment > 0 && p.codes.k_segment < p.codes.k ? choose<true>(p, s) : choose<false>(p, s);
 }
 
 }  // namespace lockstep::gpu

@@ -1,0 +1,70 @@
+// What the tensor cores are fed has the CPU's bits: codes, scales, roundings, for every shape and alignment, with NaN, Inf and zeros in rows of their own.
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "ops/cast/cast.h"
+#include "ops/gpu_testing.h"
+#include "ops/matmul/matmul_gpu.h"
+#include "ops/quantize/quantize.h"
+
+namespace lockstep {
+namespace {
+
+using testing::count_bit_differences;
+using testing::random_tensor;
+using testing::Tensor;
+using testing::to_dtype;
+
+Tensor with_extremes(DType dtype, Shape shape) {
+  Tensor x = random_tensor(1, DType::f32, shape, 50.0f);
+  const float special[] = {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                           -std::numeric_limits<float>::infinity(), 0.0f, -0.0f, 1e-42f, 3e38f, 447.9f, -1e-5f};
+  const int64_t n = shape[1];
+  for (int64_t i = 0; i < shape[0]; ++i)
+    for (int64_t j = 0; j < n; ++j) {
+      float& v = x.view().row<float>(i)[j];
+      if (i % 3 == 1) v *= std::ldexp(1.0f, static_cast<int>((i * 7 + j) % 40) - 30);
+      if (i % 3 == 2 && j % 11 == i % 11) v = special[(i + j) % 10];
+    }
+  return dtype == DType::f32 ? std::move(x) : to_dtype(x, dtype);
+}
+
+TEST(MatmulGpuOperands, CodesAreThoseOfQuantize) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const Shape& shape : {Shape{1, 1}, Shape{3, 7}, Shape{34, 128}, Shape{5, 136}, Shape{7, 300}, Shape{2, 1024}, Shape{0, 64}})
+      for (const int64_t wider : {0, 16, 3}) {
+        const int64_t rows = shape[0], k = shape[1], blocks = (k + 127) / 128;
+        const Tensor x = with_extremes(dtype, {rows, k + wider}), codes(DType::e4m3, {rows, k + wider}), exponents(DType::ue8m0, {rows, blocks}),
+                     scales(DType::f32, {rows, blocks + 1});
+        const TensorView gcodes = gpu.put(codes), gscales = gpu.put(scales);
+        gpu::quantize_rows(gpu, gcodes.cols(wider, k), gscales.cols(0, blocks), gpu.put(x).cols(wider, k));
+        quantize(cpu, {codes.view().cols(wider, k), exponents, 1, 128}, x.view().cols(wider, k), kFp8Activation.amax_floor);
+        for (int64_t i = 0; i < rows; ++i)
+          for (int64_t b = 0; b < blocks; ++b) scales.view().row<float>(i)[b] = to_f32(exponents.view().row<ue8m0>(i)[b]);
+        EXPECT_EQ(count_bit_differences(gpu.get(gcodes), codes), 0) << dtype_name(dtype) << shape.str() << wider;
+        EXPECT_EQ(count_bit_differences(gpu.get(gscales), scales), 0) << dtype_name(dtype) << shape.str() << wider;
+      }
+}
+
+TEST(MatmulGpuOperands, RoundingIsThatOfCast) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  for (const Shape& shape : {Shape{1, 1}, Shape{5, 7}, Shape{33, 64}, Shape{3, 1000}, Shape{0, 8}})
+    for (const int64_t wider : {0, 8, 3}) {
+      const int64_t rows = shape[0], n = shape[1];
+      const Tensor x = with_extremes(DType::f32, {rows, n + wider}), y(DType::bf16, {rows, n + wider});
+      const TensorView gy = gpu.put(y);
+      gpu::round_rows(gpu, gy.cols(wider, n), gpu.put(x).cols(wider, n));
+      cast(cpu, y.view().cols(wider, n), x.view().cols(wider, n));
+      EXPECT_EQ(count_bit_differences(gpu.get(gy), y), 0) << shape.str() << wider;
+    }
+}
+
+}  // namespace
+}  // namespace lockstep
