@@ -29,9 +29,7 @@
 
 #include "core/simt.h"
 #endif
-#if !LOCKSTEP_GPU_SIMT
 #include "core/gpu_check.h"
-#endif
 
 #if LOCKSTEP_GPU_SIMT
 #define GPU_KERNEL inline void
@@ -255,6 +253,7 @@ struct Grid {
 template <typename... Parameters, typename... Arguments>
 void launch(Context& c, const char* name, const Grid& grid, void (*kernel)(Parameters...), const Arguments&... arguments) {
   if (grid.blocks == 0 || grid.blocks_y == 0) return;
+  GPU_CHECK(grid.shared_bytes <= kSharedBytesMax, "%s: %zu bytes of shared memory, a block has %zu", name, grid.shared_bytes, kSharedBytesMax);
 #if LOCKSTEP_GPU_SIMT
   const simt::DeviceAccess access;
   simt::run({.kernel = name,
@@ -274,6 +273,11 @@ void launch(Context& c, const char* name, const Grid& grid, void (*kernel)(Param
   const cudaError_t e = cudaGetLastError();
   GPU_CHECK(e == cudaSuccess, "%s: %s", name, cudaGetErrorString(e));
 #else
+  if (grid.shared_bytes > (size_t{64} << 10)) {
+    const hipError_t allowed =
+        hipFuncSetAttribute(reinterpret_cast<const void*>(kernel), hipFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared_bytes));
+    GPU_CHECK(allowed == hipSuccess, "%s with %zu bytes of shared memory: %s", name, grid.shared_bytes, hipGetErrorString(allowed));
+  }
   kernel<<<blocks, grid.threads, grid.shared_bytes, static_cast<hipStream_t>(c.stream)>>>(static_cast<Parameters>(arguments)...);
   const hipError_t e = hipGetLastError();
   GPU_CHECK(e == hipSuccess, "%s: %s", name, hipGetErrorString(e));

@@ -5,7 +5,6 @@
 
 #include "core/formats.h"
 #include "core/gpu.h"
-#include "core/gpu_check.h"
 #include "ops/matmul/matmul_gpu.h"
 #include "ops/quantize/quantize.h"
 
