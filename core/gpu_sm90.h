@@ -42,6 +42,17 @@ GPU_INLINE void load_tile(void* to, const CUtensorMap* map, Barrier* barrier, in
                "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(slab)
                : "memory");
 }
+// A box from shared memory to `map` at (column, row, slab), in the background; beyond the edges nothing is written. Of one thread: commit closes a group, wait returns
+// when at most the newest `Groups` have yet to read their shared memory.
+GPU_INLINE void store_tile(const CUtensorMap* map, const void* from, int column, int row, int slab) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(shared_address(from)), "r"(column), "r"(row), "r"(slab)
+               : "memory");
+}
+GPU_INLINE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int Groups>
+GPU_INLINE void store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Groups) : "memory");
+}
 GPU_INLINE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 template <int Registers>

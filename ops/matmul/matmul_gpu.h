@@ -14,7 +14,7 @@
 
 namespace lockstep::gpu {
 
-inline constexpr int64_t kExpertsMax = 1024;
+inline constexpr int64_t kExpertsMax = 512;
 
 // Whether the copy engine can read this operand: it depends on the shape of the tensor that the operand is part of, not on its number of rows.
 inline bool tensor_core_operand(ConstTensorView v) {

@@ -131,10 +131,11 @@ int64_t expert_of(const std::vector<int32_t>& offsets, int64_t row) {
 std::vector<int32_t> some_offsets() { return {0, 0, 1, 66, 66, 194, 500, 503}; }
 
 // The worst |y - sum of terms| over its bound. `terms(i, j, add)` calls add(a, b) for each product of element (i, j); `start` is what was there.
+// Of every row_step-th row.
 template <typename Terms, typename Start>
-void check_sums(const char* what, const std::vector<float>& y, int64_t rows, int64_t columns, Terms terms, Start start) {
+void check_sums(const char* what, const std::vector<float>& y, int64_t rows, int64_t columns, Terms terms, Start start, int64_t row_step = 1) {
   double worst = 0;
-  for (int64_t i = 0; i < rows; ++i)
+  for (int64_t i = 0; i < rows; i += row_step)
     for (int64_t j = 0; j < columns; ++j) {
       double sum = start(i, j), size = std::fabs(sum);
       int64_t count = 2;
@@ -232,6 +233,62 @@ void check_experts() {
   }
 }
 
+// Large tiles on their way out: bf16 are the f32 rounded, which are right in some rows; so are dx and dw.
+void check_large() {
+  const int64_t m = 1000, n = 8200, k = 520;
+  std::vector<int32_t> offsets = {0, 300, 300, 729, 1000};
+  const auto at = on_device(offsets);
+  const int64_t experts = 4;
+  Bf16Array x(static_cast<size_t>(m * k)), w(static_cast<size_t>(experts * n * k)), dy(static_cast<size_t>(m * n)), rounded(static_cast<size_t>(m * n));
+  DeviceArray<float> y(static_cast<size_t>(m * n)), dw(static_cast<size_t>(n * k)), dx(static_cast<size_t>(m * n));
+  fill<<<256, 256>>>(x.p, static_cast<size_t>(m * k), 1);
+  fill<<<256, 256>>>(w.p, static_cast<size_t>(experts * n * k), 2);
+  fill<<<256, 256>>>(dy.p, static_cast<size_t>(m * n), 3);
+  const auto hx = host(x, static_cast<size_t>(m * k)), hw = host(w, static_cast<size_t>(experts * n * k)), hdy = host(dy, static_cast<size_t>(m * n));
+  const auto nothing = [](int64_t, int64_t) { return 0.0; };
+  for (const bool grouped : {false, true})
+    for (const int64_t k_segment : {0, 128}) {
+      gpu::MatmulProblem p = problem(m, n, k, x.p, w.p, y.p, true);
+      p.k_segment = k_segment;
+      p.offsets = grouped ? at.p : nullptr;
+      p.experts = grouped ? experts : 1;
+      CUDA_OK(cudaMemset(y.p, 0xff, static_cast<size_t>(m * n) * 4));
+      CUDA_OK(cudaMemset(rounded.p, 0xff, static_cast<size_t>(m * n) * 2));
+      gpu::matmul_bf16(p, nullptr);
+      p.y = rounded.p;
+      p.y_is_f32 = false;
+      gpu::matmul_bf16(p, nullptr);
+      const auto hy = host(y, static_cast<size_t>(m * n));
+      const auto hr = host(rounded, static_cast<size_t>(m * n));
+      bool same = true;
+      for (size_t i = 0; i < hy.size(); ++i) same = same && __bfloat162float(__float2bfloat16(hy[i])) == __bfloat162float(hr[i]);
+      require(same, "bf16 results are the f32 rounded");
+      check_sums("large values", hy, m, n,
+                 [&](int64_t i, int64_t j, auto add) {
+                   const int64_t e = grouped ? expert_of(offsets, i) : 0;
+                   for (int64_t l = 0; l < k; ++l) add(hx[static_cast<size_t>(i * k + l)], hw[static_cast<size_t>((e * n + j) * k + l)]);
+                 },
+                 nothing, 29);
+    }
+  CUDA_OK(cudaMemset(dw.p, 0, static_cast<size_t>(n * k) * 4));
+  gpu::matmul_backward_weight_bf16({.m = m, .n = n, .k = k, .dy = dy.p, .other = x.p, .grad = dw.p, .dy_stride = n, .other_stride = k, .grad_stride = k}, nullptr);
+  check_sums("large dw", host(dw, static_cast<size_t>(n * k)), n, k,
+             [&](int64_t i, int64_t j, auto add) {
+               for (int64_t l = 0; l < m; ++l) add(hdy[static_cast<size_t>(l * n + i)], hx[static_cast<size_t>(l * k + j)]);
+             },
+             nothing, 67);
+  // dx [m, n] of dy [m, k], which is x here, and w [k, n]: experts' matrices lie k * n apart.
+  gpu::matmul_backward_input_bf16({.m = m, .n = k, .k = n, .dy = x.p, .other = w.p, .grad = dx.p, .dy_stride = k, .other_stride = n, .grad_stride = n, .offsets = at.p,
+                                   .experts = experts},
+                                  nullptr);
+  check_sums("large dx", host(dx, static_cast<size_t>(m * n)), m, n,
+             [&](int64_t i, int64_t j, auto add) {
+               const int64_t e = expert_of(offsets, i);
+               for (int64_t l = 0; l < k; ++l) add(hx[static_cast<size_t>(i * k + l)], hw[static_cast<size_t>((e * k + l) * n + j)]);
+             },
+             nothing, 29);
+}
+
 // Rows of a product of `most` rows, against products of `m` of them from `first`: `run(first, m, y)`, elements of two bytes.
 template <typename Run>
 void check_rows_of(const char* what, int64_t most, int64_t n, Run run) {
@@ -285,6 +342,17 @@ void check_rows() {
   }
   require(std::memcmp(host(y, static_cast<size_t>(most * n)).data(), host(z, static_cast<size_t>(most * n)).data(), static_cast<size_t>(most * n) * 2) == 0,
           "rows of experts are those of each alone");
+  // Rows of dx [m, k] = dy [m, n] . w.
+  DeviceArray<float> dx(static_cast<size_t>(most * k));
+  const auto input = [&](int64_t first, int64_t m) {
+    gpu::matmul_backward_input_bf16({.m = m, .n = n, .k = k, .dy = x.p + first * n, .other = w.p, .grad = dx.p, .dy_stride = n, .other_stride = k, .grad_stride = k}, nullptr);
+    return host(dx, static_cast<size_t>(m * k));
+  };
+  const auto whole = input(0, most);
+  for (const int64_t m : {1, 3, 64, 257, 2048}) {
+    const auto part = input(1001, m);
+    require(std::memcmp(part.data(), whole.data() + 1001 * k, static_cast<size_t>(m * k) * 4) == 0, "rows of dx are those of any other M");
+  }
 }
 
 // E4M3 codes of every finite value but the largest, which a random sum would drown in.
@@ -479,6 +547,7 @@ void measure_gradients() {
 int main() {
   check_values();
   check_experts();
+  check_large();
   check_rows();
   check_fp8();
   std::printf("{\"check\": \"all\", \"ok\": %s}\n", ok ? "true" : "false");

@@ -19,7 +19,7 @@ void launch(const MatmulProblem& q, cudaStream_t stream) {
   const Problem p = {.rows = static_cast<int>(q.m), .columns = static_cast<int>(q.n), .k = static_cast<int>(q.k), .tiles_m = static_cast<int>(pieces(q.m, T::kM)),
                      .tiles_n = static_cast<int>(pieces(q.n, T::kN)), .experts = static_cast<int>(q.experts), .offsets = q.offsets,
                      .k_segment = static_cast<int>(q.k_segment), .y = q.y, .y_stride = q.y_stride, .y_expert_stride = 0, .y_is_f32 = q.y_is_f32,
-                     .accumulate = q.accumulate, .y_pairs = stores_pairs(q.y, q.y_stride, q.y_is_f32)};
+                     .accumulate = q.accumulate, .y_pairs = false, .y_boxes = false};
   launch_bf16<T>(make_map<bf16_t>(q.x, 1, q.m, q.k, q.x_stride, T::kM), make_map<bf16_t>(q.w, q.experts, q.n, q.k, q.w_stride, T::kN), p,
                  most_tiles_m(q.m, q.experts, T::kM) * pieces(q.n, T::kN), stream);
 }

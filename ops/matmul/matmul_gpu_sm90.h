@@ -1,5 +1,5 @@
 #pragma once
-// What the Hopper matmul kernels share: the walk over output tiles, the ring of stages, stores of the accumulator's layout, and tensor maps.
+// What the Hopper matmul kernels share: the walk over output tiles, the ring of stages, the way out for results, and tensor maps.
 
 #include <algorithm>
 
@@ -15,7 +15,8 @@ using bf16_t = __nv_bfloat16;
 using e4m3_t = unsigned char;
 
 constexpr int kGroupM = 16;
-constexpr size_t kStagesBytesMax = size_t{200} << 10;
+constexpr size_t kStagesBytesMax = size_t{192} << 10;
+constexpr int kBoxBytes = 64 * 128;  // of the result on its way out: 64 rows of 128 bytes; each consumer has two
 
 // D (+)= A . B^T over a contraction K: A [rows, k], B [columns, k]. Experts cut the rows of D (products, gradients of inputs) or the contraction (gradients of
 // weights, one D an expert).
@@ -28,6 +29,7 @@ struct Problem {
   void* y;
   long long y_stride, y_expert_stride;
   bool y_is_f32, accumulate, y_pairs;  // y_pairs: two neighbouring elements at even columns may be stored as one
+  bool y_boxes;                      // there is a map of y, and rows may be stored through it
 };
 
 // One tile of D, and the part of the contraction that it sums.
@@ -107,18 +109,19 @@ class Walk {
 };
 
 // The stages in shared memory between the thread that asks for tiles and the warpgroups that multiply, as one thread sees them. T is a kernel's Shape: its
-// Stage, kStages and kConsumers.
+// Stage, kStages and kConsumers. Behind them lie the boxes on their way out, the barriers and the experts' first tiles.
 template <typename T>
 struct Stages {
   typename T::Stage* data;
+  char* boxes;
   sm90::Barrier *full, *empty;
   int at = 0;
   unsigned phase = 0;
 
   // By all threads of the block; the caller's barrier must follow.
   GPU_INLINE explicit Stages(char* shared)
-      : data(reinterpret_cast<typename T::Stage*>(shared)),
-        full(reinterpret_cast<sm90::Barrier*>(shared + T::kStages * sizeof(typename T::Stage))), empty(full + T::kStages) {
+      : data(reinterpret_cast<typename T::Stage*>(shared)), boxes(shared + T::kStages * sizeof(typename T::Stage)),
+        full(reinterpret_cast<sm90::Barrier*>(boxes + T::kConsumers * 2 * kBoxBytes)), empty(full + T::kStages) {
     if (threadIdx.x != 0) return;
     for (int s = 0; s < T::kStages; ++s) {
       full[s].init(1);
@@ -136,54 +139,131 @@ struct Stages {
 };
 template <typename T>
 constexpr size_t shared_bytes() {
-  return T::kStages * (sizeof(typename T::Stage) + 2 * sizeof(sm90::Barrier)) + (kExpertsMax + 1) * sizeof(int);
+  return T::kStages * (sizeof(typename T::Stage) + 2 * sizeof(sm90::Barrier)) + T::kConsumers * 2 * kBoxBytes + (kExpertsMax + 1) * sizeof(int);
 }
 
 GPU_INLINE void store_pair(float* y, float a, float b) { *reinterpret_cast<float2*>(y) = make_float2(a, b); }
 GPU_INLINE void store_pair(bf16_t* y, float a, float b) { *reinterpret_cast<__nv_bfloat162*>(y) = __floats2bfloat162_rn(a, b); }
 GPU_INLINE void store_one(float* y, float a) { *y = a; }
 GPU_INLINE void store_one(bf16_t* y, float a) { *y = __float2bfloat16_rn(a); }
-GPU_INLINE void add_pair(float* y, float a, float b) {
-  const float2 there = *reinterpret_cast<const float2*>(y);
-  store_pair(y, there.x + a, there.y + b);
-}
 
-// The accumulator of thread t of a warpgroup (core/gpu_sm90.h), one rounding. `write(at, a, b, both)`: to the element at `at` and, if both, the next.
-template <int TileN, typename Y, typename Write>
-GPU_INLINE void each_pair(const Problem& p, const Tile& tile, int row, int t, const float (&acc)[TileN / 2], Write write) {
-  Y* const y = static_cast<Y*>(p.y) + tile.expert * p.y_expert_stride;
-#pragma unroll
-  for (int j = 0; j < TileN / 8; ++j) {
-    const int n = tile.column + t % 4 * 2 + 8 * j;
-#pragma unroll
-    for (int lower = 0; lower < 2; ++lower) {
-      const int m = row + t / 32 * 16 + t % 32 / 4 + 8 * lower;
-      if (m < tile.row_end && n < p.columns) write(y + m * p.y_stride + n, acc[4 * j + 2 * lower], acc[4 * j + 2 * lower + 1], n + 1 < p.columns);
+// Stores what thread t of a warpgroup holds (core/gpu_sm90.h) of 64 rows of a tile: one rounding, or one addition to what is there.
+template <int TileN>
+class Output {
+ public:
+  GPU_INLINE Output(const Problem& p, const CUtensorMap& map, char* boxes, int group, int t)
+      : p_(p), map_(map), boxes_(boxes + group * 2 * kBoxBytes), group_(group), t_(t) {}
+
+  // Rows of the tile from `row` on.
+  GPU_INLINE void store(const Tile& tile, int row, const float (&acc)[TileN / 2]) {
+    if (p_.accumulate) return add(tile, row, acc);
+    // Where the tile ends with its expert, rows behind it are others'; at the end of all, the map ends too.
+    const bool boxes = p_.y_boxes && (p_.offsets == nullptr || row + 64 <= tile.row_end) && row < tile.row_end;
+    if (p_.y_is_f32) {
+      boxes ? through_boxes<float>(tile, row, acc) : directly<float>(tile, row, acc);
+    } else if (TileN >= 64 && boxes) {
+      through_boxes<bf16_t>(tile, row, acc);
+    } else {
+      directly<bf16_t>(tile, row, acc);
     }
   }
-}
-// Rows of the tile from `row` on.
-template <int TileN>
-GPU_INLINE void store_accumulator(const Problem& p, const Tile& tile, int row, int t, const float (&acc)[TileN / 2]) {
-  if (p.accumulate) {
-    each_pair<TileN, float>(p, tile, row, t, acc, [&](float* at, float a, float b, bool both) {
-      if (both && p.y_pairs) return add_pair(at, a, b);
-      store_one(at, *at + a);
-      if (both) store_one(at + 1, at[1] + b);
-    });
-    return;
+  // Before the block ends: its shared memory has been read.
+  GPU_INLINE void finish() const {
+    if (t_ == 0) sm90::store_wait<0>();
   }
-  const auto write = [&](auto* at, float a, float b, bool both) {
-    if (both && p.y_pairs) return store_pair(at, a, b);
-    store_one(at, a);
-    if (both) store_one(at + 1, b);
-  };
-  if (p.y_is_f32) {
-    each_pair<TileN, float>(p, tile, row, t, acc, write);
-  } else {
-    each_pair<TileN, bf16_t>(p, tile, row, t, acc, write);
+
+ private:
+  GPU_INLINE int row_of(int row, int lower) const { return row + t_ / 32 * 16 + t_ % 32 / 4 + 8 * lower; }
+  GPU_INLINE int column_of(const Tile& tile, int j) const { return tile.column + t_ % 4 * 2 + 8 * j; }
+
+  // 64 rows of 128 bytes at a time to a box in shared memory, and on from there while the next tile is multiplied. The boxes have the copy engine's 128-byte swizzle.
+  template <typename Y>
+  GPU_INLINE void through_boxes(const Tile& tile, int row, const float (&acc)[TileN / 2]) {
+    constexpr int kGroups = 128 / (8 * sizeof(Y)), kUnits = sizeof(Y) / 2;  // groups of 8 columns a box, 16-byte units of one
+#pragma unroll
+    for (int first = 0; first + kGroups <= TileN / 8; first += kGroups) {
+      char* const box = boxes_ + box_ * kBoxBytes;
+      box_ ^= 1;
+      if (t_ == 0) sm90::store_wait<1>();
+      sm90::sync_warpgroup(group_);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+        for (int lower = 0; lower < 2; ++lower) {
+          const int r = row_of(0, lower), bytes = t_ % 4 * 2 * static_cast<int>(sizeof(Y)), unit = (g * kUnits + bytes / 16) ^ (r % 8);
+          const int i = 4 * (first + g) + 2 * lower;
+          store_pair(reinterpret_cast<Y*>(box + r * 128 + unit * 16 + bytes % 16), acc[i], acc[i + 1]);
+        }
+      sm90::publish_stores();
+      sm90::sync_warpgroup(group_);
+      if (t_ == 0) {
+        sm90::store_tile(&map_, box, tile.column + 8 * first, row, 0);
+        sm90::store_commit();
+      }
+    }
   }
-}
+
+  template <typename Y>
+  GPU_INLINE void directly(const Tile& tile, int row, const float (&acc)[TileN / 2]) const {
+#pragma unroll
+    for (int j = 0; j < TileN / 8; ++j) {
+      const int n = column_of(tile, j);
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        const int m = row_of(row, lower), i = 4 * j + 2 * lower;
+        if (m >= tile.row_end || n >= p_.columns) continue;
+        Y* const at = static_cast<Y*>(p_.y) + m * p_.y_stride + n;
+        if (n + 1 < p_.columns && p_.y_pairs) {
+          store_pair(at, acc[i], acc[i + 1]);
+        } else {
+          store_one(at, acc[i]);
+          if (n + 1 < p_.columns) store_one(at + 1, acc[i + 1]);
+        }
+      }
+    }
+  }
+
+  // Several loads on their way before the first is needed.
+  GPU_INLINE void add(const Tile& tile, int row, const float (&acc)[TileN / 2]) const {
+    constexpr int kGroups = 4;
+    float* const y = static_cast<float*>(p_.y) + tile.expert * p_.y_expert_stride;
+#pragma unroll
+    for (int first = 0; first < TileN / 8; first += kGroups) {
+      float there[4 * kGroups];
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; i += 2) {
+        const int n = column_of(tile, first + i / 4), m = row_of(row, i / 2 % 2);
+        const float* const at = y + m * p_.y_stride + n;
+        const bool both = n + 1 < p_.columns;
+        if (m < tile.row_end && both && p_.y_pairs) {
+          const float2 pair = *reinterpret_cast<const float2*>(at);
+          there[i] = pair.x, there[i + 1] = pair.y;
+        } else {
+          there[i] = m < tile.row_end && n < p_.columns ? at[0] : 0;
+          there[i + 1] = m < tile.row_end && both ? at[1] : 0;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; i += 2) {
+        const int n = column_of(tile, first + i / 4), m = row_of(row, i / 2 % 2);
+        if (m >= tile.row_end || n >= p_.columns) continue;
+        float* const at = y + m * p_.y_stride + n;
+        const float a = there[i] + acc[4 * first + i], b = there[i + 1] + acc[4 * first + i + 1];
+        if (n + 1 < p_.columns && p_.y_pairs) {
+          store_pair(at, a, b);
+        } else {
+          at[0] = a;
+          if (n + 1 < p_.columns) at[1] = b;
+        }
+      }
+    }
+  }
+
+  const Problem& p_;
+  const CUtensorMap& map_;
+  char* boxes_;
+  int group_, t_, box_ = 0;
+};
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
                                  CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -205,9 +285,11 @@ CUtensorMap make_map(const void* data, int64_t slabs, int64_t rows, int64_t colu
   const cuuint64_t size[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(slabs)};
   const cuuint64_t pitch = static_cast<cuuint64_t>(row_stride) * sizeof(T), stride[2] = {pitch, pitch * static_cast<cuuint64_t>(rows)};
   const cuuint32_t box[3] = {128 / sizeof(T), static_cast<cuuint32_t>(box_rows), 1}, step[3] = {1, 1, 1};
-  const CUresult r = encode_tiled()(&map, sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(data), size, stride,
-                                    box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  constexpr CUtensorMapDataType kType = sizeof(T) == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                        : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                         : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const CUresult r = encode_tiled()(&map, kType, 3, const_cast<void*>(data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   GPU_CHECK(r == CUDA_SUCCESS, "cuTensorMapEncodeTiled says %d for [%ld, %ld, %ld] with stride %ld; rows must start at multiples of 16 bytes", static_cast<int>(r),
             static_cast<long>(slabs), static_cast<long>(rows), static_cast<long>(columns), static_cast<long>(row_stride));
   return map;
@@ -223,8 +305,15 @@ inline int multiprocessors() {
   return n;
 }
 
-// Problem::y_pairs: elements of even columns start at multiples of two.
-inline bool stores_pairs(const void* y, int64_t stride, bool f32) { return stride % 2 == 0 && reinterpret_cast<uintptr_t>(y) % (f32 ? 8 : 4) == 0; }
+// Fills in how y [p.rows, p.columns] may be stored; its map where there is one.
+inline CUtensorMap prepare_output(Problem& p) {
+  const int64_t bytes = p.y_is_f32 ? 4 : 2;
+  const auto address = reinterpret_cast<uintptr_t>(p.y);
+  p.y_pairs = p.y_stride % 2 == 0 && address % static_cast<uintptr_t>(2 * bytes) == 0;
+  p.y_boxes = !p.accumulate && p.y_stride * bytes % 16 == 0 && address % 16 == 0;
+  if (!p.y_boxes) return {};
+  return p.y_is_f32 ? make_map<float>(p.y, 1, p.rows, p.columns, p.y_stride, 64) : make_map<bf16_t>(p.y, 1, p.rows, p.columns, p.y_stride, 64);
+}
 inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 // The most tiles of rows there can be: an expert's last tile may be part full.
 inline int64_t most_tiles_m(int64_t m, int64_t experts, int64_t tile_m) { return pieces(m, tile_m) + std::min(experts, m) - 1; }

@@ -17,8 +17,7 @@ template <typename T>
 void launch_input(const MatmulBackwardProblem& q, cudaStream_t stream) {
   const Problem p = {.rows = static_cast<int>(q.m), .columns = static_cast<int>(q.k), .k = static_cast<int>(q.n), .tiles_m = static_cast<int>(pieces(q.m, T::kM)),
                      .tiles_n = static_cast<int>(pieces(q.k, T::kN)), .experts = static_cast<int>(q.experts), .offsets = q.offsets, .k_segment = 0, .y = q.grad,
-                     .y_stride = q.grad_stride, .y_expert_stride = 0, .y_is_f32 = true, .accumulate = q.accumulate,
-                     .y_pairs = stores_pairs(q.grad, q.grad_stride, true)};
+                     .y_stride = q.grad_stride, .y_expert_stride = 0, .y_is_f32 = true, .accumulate = q.accumulate, .y_pairs = false, .y_boxes = false};
   launch_bf16<T>(make_map<bf16_t>(q.dy, 1, q.m, q.n, q.dy_stride, T::kM), make_map<bf16_t>(q.other, q.experts, q.n, q.k, q.other_stride, kStepK), p,
                  most_tiles_m(q.m, q.experts, T::kM) * pieces(q.k, T::kN), stream);
 }
@@ -27,8 +26,7 @@ template <typename T>
 void launch_weight(const MatmulBackwardProblem& q, cudaStream_t stream) {
   const Problem p = {.rows = static_cast<int>(q.n), .columns = static_cast<int>(q.k), .k = static_cast<int>(q.m), .tiles_m = static_cast<int>(pieces(q.n, T::kM)),
                      .tiles_n = static_cast<int>(pieces(q.k, T::kN)), .experts = static_cast<int>(q.experts), .offsets = q.offsets, .k_segment = 0, .y = q.grad,
-                     .y_stride = q.grad_stride, .y_expert_stride = q.n * q.grad_stride, .y_is_f32 = true, .accumulate = true,
-                     .y_pairs = stores_pairs(q.grad, q.grad_stride, true)};
+                     .y_stride = q.grad_stride, .y_expert_stride = q.n * q.grad_stride, .y_is_f32 = true, .accumulate = true, .y_pairs = false, .y_boxes = false};
   launch_bf16<T>(make_map<bf16_t>(q.dy, 1, q.m, q.n, q.dy_stride, kStepK), make_map<bf16_t>(q.other, 1, q.m, q.k, q.other_stride, kStepK), p,
                  q.experts * pieces(q.n, T::kM) * pieces(q.k, T::kN), stream);
 }

@@ -2,7 +2,7 @@
 // D (+)= A . B^T in bf16 with f32 accumulation on Hopper: warpgroup matrix products fed by the tensor copy engine.
 //
 // One thread of a block's first warpgroup asks for tiles, several stages ahead; the other warpgroups multiply, 64 rows each. Blocks are as many as
-// multiprocessors and walk the output tiles, so that the copies of a block's next tile run under the stores of the last.
+// multiprocessors and walk the output tiles: the copies of the next tile run while this one is rounded, and its way out to memory while the next is multiplied.
 //
 // Operands lie along the contraction (rows of x and w in y = x . w^T) or across it (w in dx = dy . w; both in dw = dy^T . x): the matrix unit reads either, so
 // nothing is transposed in memory.
@@ -101,7 +101,8 @@ GPU_INLINE void chain(Stages<T>& stages, int steps, int last_rows, int half, int
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-matmul_bf16_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const __grid_constant__ Problem p) {
+matmul_bf16_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const __grid_constant__ CUtensorMap y_map,
+                   const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) char shared[];
   Stages<T> stages(shared);
   const Walk<T::kM, T::kN, T::kCutK> tiles(p, stages.first_tile());
@@ -111,6 +112,7 @@ matmul_bf16_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_const
 
   sm90::take_registers<T::kConsumers == 2 ? 232 : 240>();
   const int half = group - 1, t = static_cast<int>(threadIdx.x) % 128, count = tiles.count();
+  Output<T::kN> output(p, y_map, stages.boxes, half, t);
   float acc[T::kN / 2];
   for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
     const Tile tile = tiles.at(i);
@@ -124,22 +126,24 @@ matmul_bf16_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_const
 #pragma unroll
         for (int j = 0; j < T::kN / 2; ++j) sum[j] += acc[j];
       }
-      store_accumulator<T::kN>(p, tile, tile.row + half * 64, t, sum);
+      output.store(tile, tile.row + half * 64, sum);
     } else {
       chain(stages, steps, k - (steps - 1) * kStepK, half, t, acc);
-      store_accumulator<T::kN>(p, tile, tile.row + half * 64, t, acc);
+      output.store(tile, tile.row + half * 64, acc);
     }
   }
+  output.finish();
 }
 
 // most_tiles: no more tiles than this can there be.
 template <typename T>
-void launch_bf16(const CUtensorMap& a_map, const CUtensorMap& b_map, const Problem& p, int64_t most_tiles, cudaStream_t stream) {
+void launch_bf16(const CUtensorMap& a_map, const CUtensorMap& b_map, Problem p, int64_t most_tiles, cudaStream_t stream) {
   constexpr size_t kBytes = shared_bytes<T>();
   static const cudaError_t allowed = cudaFuncSetAttribute(matmul_bf16_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
   GPU_CHECK(allowed == cudaSuccess, "%zu bytes of shared memory a block: %s", kBytes, cudaGetErrorString(allowed));
+  const CUtensorMap y_map = prepare_output(p);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors(), most_tiles));
-  matmul_bf16_kernel<T><<<blocks, T::kThreads, kBytes, stream>>>(a_map, b_map, p);
+  matmul_bf16_kernel<T><<<blocks, T::kThreads, kBytes, stream>>>(a_map, b_map, y_map, p);
   const cudaError_t e = cudaGetLastError();
   GPU_CHECK(e == cudaSuccess, "matmul [%d, %d, %d]: %s", p.rows, p.columns, p.k, cudaGetErrorString(e));
 }

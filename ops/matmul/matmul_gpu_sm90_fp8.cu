@@ -55,7 +55,7 @@ GPU_INLINE void feed(Stages<T>& stages, const CUtensorMap& x_map, const CUtensor
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1) matmul_fp8_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
-                                                                    const __grid_constant__ Problem p, const Scales scales) {
+                                                                    const __grid_constant__ CUtensorMap y_map, const __grid_constant__ Problem p, const Scales scales) {
   extern __shared__ __align__(1024) char shared[];
   Stages<T> stages(shared);
   const Walk<T::kM, kTileN, false> tiles(p, stages.first_tile());
@@ -63,8 +63,9 @@ __global__ void __launch_bounds__(T::kThreads, 1) matmul_fp8_kernel(const __grid
   const int group = static_cast<int>(threadIdx.x) / 128;
   if (group == 0) return feed(stages, x_map, w_map, tiles);
 
-  sm90::take_registers<T::kConsumers == 2 ? 232 : 240>();
+  sm90::take_registers<T::kConsumers == 2 ? 232 : 248>();
   const int half = group - 1, t = static_cast<int>(threadIdx.x) % 128, count = tiles.count(), steps = (p.k + kStepK - 1) / kStepK;
+  Output<kTileN> output(p, y_map, stages.boxes, half, t);
   const int steps_a_segment = T::kSegments ? p.k_segment / kStepK : steps;
   for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
     const Tile tile = tiles.at(i);
@@ -74,40 +75,41 @@ __global__ void __launch_bounds__(T::kThreads, 1) matmul_fp8_kernel(const __grid
     const float* const scale_upper = scales.x + upper * scales.x_stride;
     const float* const scale_lower = scales.x + lower * scales.x_stride;
     const ue8m0* const scale_w = scales.w + (static_cast<long long>(tile.expert) * p.tiles_n + tile.column / kTileN) * scales.w_stride;
-    float sum[kTileN / 2] = {}, part[kTileN / 2];
+    float sum[kTileN / 2], part[kTileN / 2];
     [[maybe_unused]] float whole[T::kSegments ? kTileN / 2 : 1] = {};
-    int left = steps_a_segment;  // of this segment
-    for (int step = 0; step < steps; ++step) {
-      const float w = to_f32(ue8m0{__ldg(&scale_w[step].bits)}), a = __ldg(scale_upper + step) * w, b = __ldg(scale_lower + step) * w;
-      stages.full[stages.at].wait(stages.phase);
-      sm90::wgmma_fence();
+#pragma unroll 1
+    for (int step = 0; step < steps;) {
+      const int end = min(step + steps_a_segment, steps);
 #pragma unroll
-      for (int k = 0; k < kStepK / 32; ++k)
-        sm90::mma_e4m3_n128(part, sm90::operand_along_k(stages.data[stages.at].x + half * 64 * kStepK, 32u * static_cast<unsigned>(k)),
-                            sm90::operand_along_k(stages.data[stages.at].w, 32u * static_cast<unsigned>(k)), k != 0);
-      sm90::wgmma_commit();
-      sm90::wgmma_wait<0>();
-      if (t == 0) stages.empty[stages.at].arrive();
-      stages.advance();
+      for (int j = 0; j < kTileN / 2; ++j) sum[j] = 0;
+#pragma unroll 1
+      for (; step < end; ++step) {
+        const float w = to_f32(ue8m0{__ldg(&scale_w[step].bits)}), a = __ldg(scale_upper + step) * w, b = __ldg(scale_lower + step) * w;
+        stages.full[stages.at].wait(stages.phase);
+        sm90::wgmma_fence();
 #pragma unroll
-      for (int j = 0; j < kTileN / 2; ++j) sum[j] = fma(part[j], j & 2 ? b : a, sum[j]);
+        for (int k = 0; k < kStepK / 32; ++k)
+          sm90::mma_e4m3_n128(part, sm90::operand_along_k(stages.data[stages.at].x + half * 64 * kStepK, 32u * static_cast<unsigned>(k)),
+                              sm90::operand_along_k(stages.data[stages.at].w, 32u * static_cast<unsigned>(k)), k != 0);
+        sm90::wgmma_commit();
+        sm90::wgmma_wait<0>();
+        if (t == 0) stages.empty[stages.at].arrive();
+        stages.advance();
+#pragma unroll
+        for (int j = 0; j < kTileN / 2; ++j) sum[j] = fma(part[j], j & 2 ? b : a, sum[j]);
+      }
       if constexpr (T::kSegments) {
-        if (--left == 0 || step + 1 == steps) {
 #pragma unroll
-          for (int j = 0; j < kTileN / 2; ++j) {
-            whole[j] += sum[j];
-            sum[j] = 0;
-          }
-          left = steps_a_segment;
-        }
+        for (int j = 0; j < kTileN / 2; ++j) whole[j] += sum[j];
       }
     }
     if constexpr (T::kSegments) {
-      store_accumulator<kTileN>(p, tile, row, t, whole);
+      output.store(tile, row, whole);
     } else {
-      store_accumulator<kTileN>(p, tile, row, t, sum);
+      output.store(tile, row, sum);
     }
   }
+  output.finish();
 }
 
 template <typename T>
@@ -116,14 +118,15 @@ void launch(const Fp8Problem& q, cudaStream_t stream) {
   static const cudaError_t allowed = cudaFuncSetAttribute(matmul_fp8_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
   GPU_CHECK(allowed == cudaSuccess, "%zu bytes of shared memory a block: %s", kBytes, cudaGetErrorString(allowed));
   const MatmulProblem& m = q.codes;
-  const Problem p = {.rows = static_cast<int>(m.m), .columns = static_cast<int>(m.n), .k = static_cast<int>(m.k), .tiles_m = static_cast<int>(pieces(m.m, T::kM)),
+  Problem p = {.rows = static_cast<int>(m.m), .columns = static_cast<int>(m.n), .k = static_cast<int>(m.k), .tiles_m = static_cast<int>(pieces(m.m, T::kM)),
                      .tiles_n = static_cast<int>(pieces(m.n, kTileN)), .experts = static_cast<int>(m.experts), .offsets = m.offsets,
                      .k_segment = static_cast<int>(m.k_segment), .y = m.y, .y_stride = m.y_stride, .y_expert_stride = 0, .y_is_f32 = m.y_is_f32,
-                     .accumulate = m.accumulate, .y_pairs = stores_pairs(m.y, m.y_stride, m.y_is_f32)};
+                     .accumulate = m.accumulate, .y_pairs = false, .y_boxes = false};
   const Scales scales = {q.x_scale, reinterpret_cast<const ue8m0*>(q.w_scale), q.x_scale_stride, q.w_scale_stride};
   const CUtensorMap x_map = make_map<e4m3_t>(m.x, 1, m.m, m.k, m.x_stride, T::kM), w_map = make_map<e4m3_t>(m.w, m.experts, m.n, m.k, m.w_stride, kTileN);
+  const CUtensorMap y_map = prepare_output(p);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors(), most_tiles_m(m.m, m.experts, T::kM) * p.tiles_n));
-  matmul_fp8_kernel<T><<<blocks, T::kThreads, kBytes, stream>>>(x_map, w_map, p, scales);
+  matmul_fp8_kernel<T><<<blocks, T::kThreads, kBytes, stream>>>(x_map, w_map, y_map, p, scales);
   const cudaError_t e = cudaGetLastError();
   GPU_CHECK(e == cudaSuccess, "matmul fp8 [%ld, %ld, %ld]: %s", static_cast<long>(m.m), static_cast<long>(m.n), static_cast<long>(m.k), cudaGetErrorString(e));
 }
