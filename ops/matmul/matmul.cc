@@ -61,9 +61,10 @@ Shape numbers(const char* op, const WeightView& w, int64_t k) {
   return s;
 }
 
-void check_offsets(const char* op, ConstTensorView offsets, int64_t experts, int64_t rows) {
+void check_offsets(const Context& c, const char* op, ConstTensorView offsets, int64_t experts, int64_t rows) {
   CHECK(offsets.shape == Shape({experts + 1}) && offsets.dtype == DType::i32 && offsets.row_stride == 1,
         "{}: offsets are {} {}, wanted i32 [{}]", op, dtype_name(offsets.dtype), offsets.shape.str(), experts + 1);
+  if (c.on_gpu()) return;
   const int32_t* at = offsets.ptr<int32_t>();
   CHECK(at[0] == 0 && at[experts] == rows, "{}: offsets run from {} to {}, wanted 0 to {}", op, at[0], at[experts], rows);
   for (int64_t e = 0; e < experts; ++e)
@@ -210,6 +211,7 @@ void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, in
   check_forward("matmul", y, x, numbers("matmul", w, x.dim(1)));
   CHECK(k_segment >= 0 && (!w.quantized() || k_segment == 0 || k_segment == w.col_grid.period), "matmul: k_segment {}, blocks begin anew every {}", k_segment,
         w.col_grid.period);
+  if (c.on_gpu()) return device::matmul(c, y, x, w, k_segment);
   if (w.quantized()) return simd::quantized_matmul(c, y, x, w, k_segment, ConstTensorView());
   simd::matmul(c, y, x, w, k_segment);
 }
@@ -217,6 +219,7 @@ void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, in
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {
   check_weight("matmul_backward_input", w, 0);
   check_backward_input("matmul_backward_input", dx, dy, numbers("matmul_backward_input", w, dx.dim(1)));
+  if (c.on_gpu()) return device::matmul_backward_input(c, dx, dy, w, accumulate);
   if (w.quantized()) {
     if (dx.shape.elements() == 0) return;
     ArenaScope scope(*c.workspace);
@@ -227,13 +230,14 @@ void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const 
 
 void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x) {
   check_backward_weight("matmul_backward_weight", dw_accum, dy, x, 0);
-  simd::matmul_backward_weight(c, dw_accum, dy, x);
+  c.on_gpu() ? device::matmul_backward_weight(c, dw_accum, dy, x) : simd::matmul_backward_weight(c, dw_accum, dy, x);
 }
 
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets) {
   check_weight("grouped_matmul", w, 1);
   check_forward("grouped_matmul", y, x, numbers("grouped_matmul", w, x.dim(1)));
-  check_offsets("grouped_matmul", offsets, w.rows.shape[0], x.rows());
+  check_offsets(c, "grouped_matmul", offsets, w.rows.shape[0], x.rows());
+  if (c.on_gpu()) return device::grouped_matmul(c, y, x, w, offsets);
   if (w.quantized()) return simd::quantized_matmul(c, y, x, w, 0, offsets);
   simd::grouped_matmul(c, y, x, w, offsets);
 }
@@ -242,7 +246,8 @@ void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy
                                    bool accumulate) {
   check_weight("grouped_matmul_backward_input", w, 1);
   check_backward_input("grouped_matmul_backward_input", dx, dy, numbers("grouped_matmul_backward_input", w, dx.dim(1)));
-  check_offsets("grouped_matmul_backward_input", offsets, w.rows.shape[0], dx.rows());
+  check_offsets(c, "grouped_matmul_backward_input", offsets, w.rows.shape[0], dx.rows());
+  if (c.on_gpu()) return device::grouped_matmul_backward_input(c, dx, dy, w, offsets, accumulate);
   if (w.quantized()) {  // one expert at a time, so that scratch is one matrix
     const int32_t* at = offsets.ptr<int32_t>();
     for (int64_t e = 0; e < w.rows.shape[0]; ++e) {
@@ -259,8 +264,8 @@ void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy
 void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x,
                                     ConstTensorView offsets) {
   check_backward_weight("grouped_matmul_backward_weight", dw_accum, dy, x, 1);
-  check_offsets("grouped_matmul_backward_weight", offsets, dw_accum.shape[0], x.rows());
-  simd::grouped_matmul_backward_weight(c, dw_accum, dy, x, offsets);
+  check_offsets(c, "grouped_matmul_backward_weight", offsets, dw_accum.shape[0], x.rows());
+  c.on_gpu() ? device::grouped_matmul_backward_weight(c, dw_accum, dy, x, offsets) : simd::grouped_matmul_backward_weight(c, dw_accum, dy, x, offsets);
 }
 
 }  // namespace lockstep

@@ -31,6 +31,7 @@
 #include <algorithm>
 
 #include "core/context.h"
+#include "core/host_device.h"
 #include "ops/quantize/quantize.h"
 
 namespace lockstep {
@@ -41,16 +42,16 @@ inline constexpr int64_t kPanelWidth = 16;
 // periods, which is what a rank of a tp group holds, has the scales that it has in the whole.
 struct BlockGrid {
   int64_t block = 1, period = 0;
-  int64_t blocks_in(int64_t n) const { return n / pitch(n) * num_blocks(pitch(n)) + num_blocks(n % pitch(n)); }  // of a dimension of n
-  int64_t block_of(int64_t i) const { return period == 0 ? i / block : i / period * num_blocks(period) + i % period / block; }
+  HOST_DEVICE int64_t blocks_in(int64_t n) const { return n / pitch(n) * num_blocks(pitch(n)) + num_blocks(n % pitch(n)); }  // of a dimension of n
+  HOST_DEVICE int64_t block_of(int64_t i) const { return period == 0 ? i / block : i / period * num_blocks(period) + i % period / block; }
   int64_t end_of_block(int64_t i, int64_t n) const {  // of the block that holds i
     const int64_t first = period == 0 ? 0 : i / period * period, last = period == 0 ? n : std::min(n, first + period);
     return std::min(last, first + ((i - first) / block + 1) * block);
   }
 
  private:
-  int64_t num_blocks(int64_t n) const { return (n + block - 1) / block; }
-  int64_t pitch(int64_t n) const { return period == 0 ? std::max<int64_t>(n, 1) : period; }
+  HOST_DEVICE int64_t num_blocks(int64_t n) const { return (n + block - 1) / block; }
+  HOST_DEVICE int64_t pitch(int64_t n) const { return period != 0 ? period : n > 1 ? n : 1; }
 };
 
 // One weight as ops see it. Lifetime: whoever owns the views.

@@ -1,5 +1,5 @@
 #pragma once
-// The two implementations behind matmul.h; arguments are already checked. Internal to ops/matmul.
+// The implementations behind matmul.h; arguments are already checked. Internal to ops/matmul. device: on the GPU, matmul_gpu.cu.
 
 #include "ops/matmul/matmul.h"
 
@@ -33,3 +33,15 @@ void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensor
                                     ConstTensorView offsets);
 
 }  // namespace lockstep::simd
+
+// Reads w.rows and w.scales; w may be quantised in all. offsets lie in device memory.
+namespace lockstep::device {
+
+void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);
+void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate);
+void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
+void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
+void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets, bool accumulate);
+void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets);
+
+}  // namespace lockstep::device

@@ -1,0 +1,177 @@
+// The portable kernels have the CPU's bits: in every form and tile shape, with operands that can be read in chunks and others, strided, accumulating,
+// quantised, by experts.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "ops/gpu_testing.h"
+#include "ops/matmul/matmul.h"
+
+namespace lockstep {
+namespace {
+
+using testing::count_bit_differences;
+using testing::int_tensor;
+using testing::random_tensor;
+using testing::Tensor;
+
+constexpr DType kFloats[] = {DType::f32, DType::bf16};
+
+struct Sizes {
+  int64_t m, n, k, segment = 0;
+};
+std::ostream& operator<<(std::ostream& o, const Sizes& s) { return o << s.m << " x " << s.n << " x " << s.k << " segment " << s.segment; }
+
+// What the GPU makes of the same call, `gap` columns of `out` aside, which must stay as they are.
+class MatmulGpu : public ::testing::Test {
+ protected:
+  template <typename F>
+  void expect_same(const Tensor& out, const F& run) {
+    const TensorView on_gpu = gpu_.put(out);
+    run(gpu_, on_gpu, [&](ConstTensorView v) -> ConstTensorView { return gpu_.put(v); });
+    run(cpu_, out.view(), [](ConstTensorView v) { return v; });
+    EXPECT_EQ(count_bit_differences(gpu_.get(on_gpu), out), 0);
+  }
+  CpuContext cpu_;
+  testing::Gpu gpu_;
+};
+
+TEST_F(MatmulGpu, Forward) {
+  // The last two fill the device with tiles of 16 x 32 and of 128 x 64.
+  for (const Sizes& s : {Sizes{0, 5, 3}, Sizes{3, 0, 4}, Sizes{2, 3, 0}, Sizes{1, 1, 1}, Sizes{1, 130, 33}, Sizes{5, 40, 600}, Sizes{9, 24, 264}, Sizes{3, 33, 100, 30},
+                         Sizes{6, 40, 96, 24}, Sizes{40, 1400, 72}, Sizes{39, 1370, 270, 65}, Sizes{700, 1400, 40}, Sizes{650, 1370, 37, 11}})
+    for (const DType xt : kFloats)
+      for (const DType wt : kFloats) {
+        if (s.m > 30 && xt != wt) continue;
+        SCOPED_TRACE(::testing::Message() << s << " " << dtype_name(xt) << " " << dtype_name(wt));
+        const int64_t gap = s.k % 8 == 0 ? 8 : 5;
+        const Tensor x = random_tensor(1, xt, {s.m, s.k + gap}), w = random_tensor(2, wt, {s.n, s.k + gap});
+        expect_same(random_tensor(3, s.m % 2 == 0 ? xt : wt, {s.m, s.n + 3}), [&](Context& c, TensorView y, const auto& at) {
+          matmul(c, y.cols(1, s.n), at(x).cols(gap == 8 ? 8 : 2, s.k), {at(w).cols(0, s.k), {}}, s.segment);
+        });
+      }
+}
+
+TEST_F(MatmulGpu, Backward) {
+  for (const Sizes& s : {Sizes{0, 5, 3}, Sizes{3, 0, 4}, Sizes{1, 1, 1}, Sizes{5, 24, 130}, Sizes{40, 24, 136}, Sizes{33, 64, 48}, Sizes{150, 40, 72}, Sizes{67, 131, 37}})
+    for (const DType t : kFloats)
+      for (const bool accumulate : {false, true}) {
+        SCOPED_TRACE(::testing::Message() << s << " " << dtype_name(t) << accumulate);
+        const int64_t gap = s.k % 8 == 0 ? 8 : 5;
+        const Tensor x = random_tensor(1, t, {s.m, s.k + gap}), w = random_tensor(2, t, {s.n, s.k + gap}), dy = random_tensor(3, DType::f32, {s.m, s.n + gap});
+        expect_same(random_tensor(4, DType::f32, {s.m, s.k + 3}), [&](Context& c, TensorView dx, const auto& at) {
+          matmul_backward_input(c, dx.cols(1, s.k), at(dy).cols(0, s.n), {at(w).cols(0, s.k), {}}, accumulate);
+        });
+        expect_same(random_tensor(5, DType::f32, {s.n, s.k + 3}), [&](Context& c, TensorView dw, const auto& at) {
+          matmul_backward_weight(c, dw.cols(1, s.k), at(dy).cols(0, s.n), at(x).cols(0, s.k));
+        });
+      }
+}
+
+TEST_F(MatmulGpu, Experts) {
+  const std::vector<std::vector<int32_t>> splits = {{0, 0}, {0, 3, 3, 4, 9}, {0, 0, 130, 133, 290, 290, 291}, {0, 20, 41, 41, 60}};
+  for (const auto& split : splits)
+    for (const auto& [n, k] : {std::pair{40, 64}, {33, 21}, {640, 16}})
+      for (const DType t : kFloats) {
+        SCOPED_TRACE(::testing::Message() << split.size() - 1 << " experts, " << n << " x " << k << " " << dtype_name(t));
+        const Tensor offsets = int_tensor(split);
+        const int64_t experts = offsets.elements() - 1, rows = split.back();
+        const Tensor x = random_tensor(1, t, {rows, k}), w = random_tensor(2, t, {experts, n, k}), dy = random_tensor(3, DType::f32, {rows, n});
+        expect_same(random_tensor(4, t, {rows, n + 3}),
+                    [&](Context& c, TensorView y, const auto& at) { grouped_matmul(c, y.cols(1, n), at(x), {at(w), {}}, at(offsets)); });
+        for (const bool accumulate : {false, true})
+          expect_same(random_tensor(5, DType::f32, {rows, k}),
+                      [&](Context& c, TensorView dx, const auto& at) { grouped_matmul_backward_input(c, dx, at(dy), {at(w), {}}, at(offsets), accumulate); });
+        expect_same(random_tensor(6, DType::f32, {experts, n, k}),
+                    [&](Context& c, TensorView dw, const auto& at) { grouped_matmul_backward_weight(c, dw, at(dy), at(x), at(offsets)); });
+      }
+}
+
+// Rows of very different sizes, zeros among them.
+Tensor wide_range(uint64_t seed, DType dtype, Shape shape) {
+  Tensor t = random_tensor(seed, dtype, shape);
+  const int64_t k = shape[shape.rank - 1];
+  for (int64_t i = 0; i < t.elements(); ++i) t.set(i, t.get(i) * std::ldexp(1.0, static_cast<int>(i / k * 7 % 24) - 12) * (i % 5 == 0 ? 0.01 : i % 11 == 0 ? 0.0 : 1.0));
+  return t;
+}
+
+struct QuantWeight {
+  Tensor codes, scales;
+  BlockGrid rows, cols;
+
+  QuantWeight(Context& c, ConstTensorView w, const QuantFormat& f, int64_t row_period, int64_t col_period) : rows{f.block_rows, row_period}, cols{f.block_cols, col_period} {
+    const int e = w.shape.rank - 2;
+    const int64_t n = w.shape[e], k = w.shape[e + 1], bytes = f.codes == DType::e2m1x2 ? (k + 1) / 2 : k;
+    codes = Tensor(f.codes, e == 0 ? Shape{n, bytes} : Shape{w.shape[0], n, bytes});
+    scales = Tensor(DType::ue8m0, e == 0 ? Shape{rows.blocks_in(n), cols.blocks_in(k)} : Shape{w.shape[0], rows.blocks_in(n), cols.blocks_in(k)});
+    quantize_by_grid(c, codes, scales, rows, cols, w);
+  }
+  template <typename At>
+  WeightView view(const At& at) const { return {at(codes), {}, at(scales), {}, rows, cols}; }
+};
+
+struct QuantCase {
+  int64_t m, n, k;
+  bool fp4 = false;
+  int64_t row_period = 0, col_period = 0, k_segment = 0;
+};
+
+TEST_F(MatmulGpu, Quantised) {
+  const QuantCase cases[] = {{0, 5, 3},
+                             {1, 1, 1},
+                             {1, 130, 640},
+                             {1, 33, 129},
+                             {5, 24, 352, true},
+                             {5, 24, 127, true},
+                             {13, 200, 104, false, 24},
+                             {25, 40, 96, false, 0, 24},
+                             {30, 70, 96, false, 0, 24, 24},
+                             {3, 20, 510, false, 0, 255, 255},
+                             {9, 20, 20, false, 0, 5, 5},
+                             {14, 20, 1280, false, 10, 640, 640},
+                             {40, 1400, 160},
+                             {39, 1370, 100, true},
+                             {650, 1380, 48, false, 0, 24, 24},
+                             {700, 1400, 72, true}};
+  for (const QuantCase& s : cases)
+    for (const DType t : kFloats) {
+      if (s.m > 100 && t == DType::f32) continue;
+      SCOPED_TRACE(::testing::Message() << s.m << " x " << s.n << " x " << s.k << (s.fp4 ? " fp4" : "") << " periods " << s.row_period << " " << s.col_period << " segment "
+                                        << s.k_segment << " " << dtype_name(t));
+      const QuantWeight w(cpu_, wide_range(1, DType::f32, {s.n, s.k}), s.fp4 ? kFp4 : kFp8Weight, s.row_period, s.col_period);
+      const Tensor x = wide_range(2, t, {s.m, s.k + 3}), dy = random_tensor(3, DType::f32, {s.m, s.n});
+      expect_same(random_tensor(4, t, {s.m, s.n}), [&](Context& c, TensorView y, const auto& at) { matmul(c, y, at(x).cols(1, s.k), w.view(at), s.k_segment); });
+      if (s.m > 100) continue;
+      for (const bool accumulate : {false, true})
+        expect_same(random_tensor(5, DType::f32, {s.m, s.k}),
+                    [&](Context& c, TensorView dx, const auto& at) { matmul_backward_input(c, dx, at(dy), w.view(at), accumulate); });
+    }
+}
+
+TEST_F(MatmulGpu, QuantisedExperts) {
+  const Tensor offsets = int_tensor({0, 0, 130, 133, 170});
+  const int64_t experts = 4, rows = 170;
+  for (const bool fp4 : {false, true})
+    for (const auto& [n, k] : {std::pair{40, 256}, {20, 98}, {600, 32}}) {
+      SCOPED_TRACE(::testing::Message() << n << " x " << k << (fp4 ? " fp4" : ""));
+      const QuantWeight w(cpu_, wide_range(1, DType::f32, {experts, n, k}), fp4 ? kFp4 : kFp8Weight, n, 0);
+      const Tensor x = wide_range(2, DType::bf16, {rows, k}), dy = random_tensor(3, DType::f32, {rows, n});
+      expect_same(random_tensor(4, DType::bf16, {rows, n}), [&](Context& c, TensorView y, const auto& at) { grouped_matmul(c, y, at(x), w.view(at), at(offsets)); });
+      expect_same(random_tensor(5, DType::f32, {rows, k}),
+                  [&](Context& c, TensorView dx, const auto& at) { grouped_matmul_backward_input(c, dx, at(dy), w.view(at), at(offsets), true); });
+    }
+}
+
+// What columns_of takes of a weight: 64-column periods of a wider matrix.
+TEST_F(MatmulGpu, ColumnsOfAQuantisedWeight) {
+  const QuantWeight w(cpu_, wide_range(1, DType::f32, {30, 192}), kFp8Weight, 0, 64);
+  const Tensor x = wide_range(2, DType::bf16, {7, 64}), dy = random_tensor(3, DType::f32, {7, 30});
+  expect_same(random_tensor(4, DType::bf16, {7, 30}), [&](Context& c, TensorView y, const auto& at) { matmul(c, y, at(x), columns_of(w.view(at), 64, 64)); });
+  expect_same(random_tensor(5, DType::f32, {7, 64}), [&](Context& c, TensorView dx, const auto& at) { matmul_backward_input(c, dx, at(dy), columns_of(w.view(at), 64, 64)); });
+}
+
+}  // namespace
+}  // namespace lockstep
