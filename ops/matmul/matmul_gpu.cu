@@ -370,7 +370,8 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) matmul_kernel(const Product p) {
   }
 
   each([&](int r, int c, int64_t i) {
-    const float v = p.segmented ? total[r][c] : kQuantized ? sum[r][c] : acc[r][c];
+    const float of_chain = kQuantized ? sum[r][c] : acc[r][c], of_segments = total[r][c];
+    const float v = p.segmented ? of_segments : of_chain;
     if (p.y_type == DType::f32) static_cast<float*>(p.y)[i] = v;
     else static_cast<bf16*>(p.y)[i] = to_bf16(v);
   });
