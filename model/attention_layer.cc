@@ -113,7 +113,7 @@ void select_entries(Context& c, const ModelConfig& m, const LayerConfig& l, cons
 
   const Range own = tp == nullptr ? Range{0, seq.num_tokens} : part_of(seq.num_tokens, tp->size(), tp->rank());
   if (const int64_t n = own.size(); n > 0) {
-    const SequenceView rows = tp == nullptr ? seq : slice_rows(seq, own.begin, n, ws);
+    const SequenceView rows = tp == nullptr ? seq : slice_rows(c, seq, own.begin, n, ws);
     TensorView q = ws.tensor(u.dtype, {n, m.index_heads * m.index_head_dim}, "indexer.q");
     matmul(c, q, qr.slice(own.begin, n), w.wq_b);
     rope(c, q, rows.token_pos, rope_table, m.index_heads, /*inverse=*/false);

@@ -41,7 +41,7 @@ const SequenceBatch& BatchBuilder::build(Context& c, Arena& arena, std::span<con
 
 const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted) {
   const int64_t num_sequences = static_cast<int64_t>(rows.size());
-  int64_t num_tokens = 0;
+  int64_t num_tokens = 0, longest = 0;
   size_t max_pages = 0;
   for (const SequenceRows& r : rows) {
     CHECK(!r.tokens.empty(), "a sequence without new tokens");
@@ -50,6 +50,7 @@ const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceR
           r.first_position + static_cast<int64_t>(r.tokens.size()), config_.max_positions);
     CHECK(r.slot >= 0 || r.first_position == 0, "a sequence without a slot starts at position {}", r.first_position);
     num_tokens += static_cast<int64_t>(r.tokens.size());
+    longest = std::max(longest, r.first_position + static_cast<int64_t>(r.tokens.size()));
     max_pages = std::max(max_pages, r.pages.size());
   }
   IntBuilder tokens(arena, num_tokens, "batch.tokens"), token_seq(arena, num_tokens, "batch.token_seq"),
@@ -75,7 +76,7 @@ const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceR
   }
   seq_row.p[num_sequences] = static_cast<int32_t>(num_tokens);
 
-  batch_.seq = SequenceView{num_tokens, num_sequences, token_seq.view, token_pos.view, seq_row.view, seq_pos.view, seq_slot.view, page_table, page_tokens_};
+  batch_.seq = SequenceView{num_tokens, num_sequences, token_seq.view, token_pos.view, seq_row.view, seq_pos.view, seq_slot.view, page_table, page_tokens_, longest};
   batch_.tokens = tokens.view;
   batch_.wanted = wanted == WantedRows::all ? ConstTensorView() : ConstTensorView(last.view);
 

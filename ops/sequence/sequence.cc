@@ -12,21 +12,24 @@ void check_ints(const char* what, ConstTensorView v, int64_t n) {
         v.shape.str(), n);
 }
 
-void check_store(ConstTensorView store, ConstTensorView x, const EntryView& entries, const SequenceView& seq, int64_t per_page) {
-  check_sequences(seq);
+void check_store(const Context& c, ConstTensorView store, ConstTensorView x, const EntryView& entries, const SequenceView& seq, int64_t per_page) {
   CHECK(per_page > 0 && seq.page_tokens % per_page == 0, "{} entries a page of {} positions", per_page, seq.page_tokens);
-  check_entries(entries, seq, seq.page_tokens / per_page);
+  if (!c.on_gpu()) {
+    check_sequences(seq);
+    check_entries(entries, seq, seq.page_tokens / per_page);
+  }
   CHECK(store.shape.rank == 2 && x.shape.rank == 2 && store.dtype == x.dtype && store.dim(1) == x.dim(1) &&
             x.dim(0) == entries.num_entries,
         "store {} {}, entries {} {} for {} entries", dtype_name(store.dtype), store.shape.str(), dtype_name(x.dtype),
         x.shape.str(), entries.num_entries);
-  check_pages(seq, seq.page_tokens / per_page, per_page, store.rows());
+  if (!c.on_gpu()) check_pages(seq, seq.page_tokens / per_page, per_page, store.rows());
 }
 
 }  // namespace
 
-SequenceView slice_rows(const SequenceView& seq, int64_t begin, int64_t count, Arena& arena) {
+SequenceView slice_rows(Context& c, const SequenceView& seq, int64_t begin, int64_t count, Arena& arena) {
   CHECK(begin >= 0 && count >= 0 && begin + count <= seq.num_tokens, "rows [{}, {}) of {}", begin, begin + count, seq.num_tokens);
+  if (c.on_gpu()) return device::slice_rows(c, seq, begin, count, arena);
   const int32_t* of = seq.token_seq.ptr<int32_t>();
   const int64_t first = count == 0 ? 0 : of[begin], sequences = count == 0 ? 0 : of[begin + count - 1] + 1 - first;
   const TensorView token_seq = arena.tensor(DType::i32, {count}, "rows.token_seq");
@@ -75,6 +78,7 @@ void check_sequences(const SequenceView& seq) {
     CHECK(token_pos[first] == pos[s] && token_pos[last] == last_position(seq, s),
           "rows {} and {} of sequence {} are at positions {} and {}, wanted {} and {}", first, last, s, token_pos[first],
           token_pos[last], pos[s], last_position(seq, s));
+    CHECK(token_pos[last] < seq.longest, "sequence {} has position {}, and longest is {}", s, token_pos[last], seq.longest);
   }
 }
 
@@ -131,24 +135,24 @@ void check_pages(const SequenceView& seq, int64_t ratio, int64_t per_page, int64
 }
 
 void ring_update(Context& c, TensorView ring, ConstTensorView x, const SequenceView& seq) {
-  check_sequences(seq);
+  if (!c.on_gpu()) check_sequences(seq);
   CHECK(x.shape.rank == 2 && x.rows() == seq.num_tokens, "x {} for {} tokens", x.shape.str(), seq.num_tokens);
   CHECK(ring.shape.rank == 3 && ring.dtype == x.dtype && ring.dim(1) > 0 && ring.dim(2) == x.dim(1), "ring {} {}, x {} {}",
         dtype_name(ring.dtype), ring.shape.str(), dtype_name(x.dtype), x.shape.str());
-  check_slots(seq, ring.rows(), /*needs_past=*/false);
-  if (seq.num_tokens > 0) reference::ring_update(c, ring, x, seq);
+  if (!c.on_gpu()) check_slots(seq, ring.rows(), /*needs_past=*/false);
+  if (seq.num_tokens > 0) c.on_gpu() ? device::ring_update(c, ring, x, seq) : reference::ring_update(c, ring, x, seq);
 }
 
 void entries_scatter(Context& c, TensorView store, ConstTensorView x, const EntryView& entries, const SequenceView& seq,
                      int64_t per_page) {
-  check_store(store, x, entries, seq, per_page);
-  reference::entries_scatter(c, store, x, entries, seq, per_page);
+  check_store(c, store, x, entries, seq, per_page);
+  c.on_gpu() ? device::entries_scatter(c, store, x, entries, seq, per_page) : reference::entries_scatter(c, store, x, entries, seq, per_page);
 }
 
 void entries_gather(Context& c, TensorView x, ConstTensorView store, const EntryView& entries, const SequenceView& seq,
                     int64_t per_page) {
-  check_store(store, x, entries, seq, per_page);
-  reference::entries_gather(c, x, store, entries, seq, per_page);
+  check_store(c, store, x, entries, seq, per_page);
+  c.on_gpu() ? device::entries_gather(c, x, store, entries, seq, per_page) : reference::entries_gather(c, x, store, entries, seq, per_page);
 }
 
 }  // namespace lockstep

@@ -12,6 +12,7 @@
 
 namespace lockstep {
 
+// The arrays lie in the context's memory; the host reads the scalars alone (on the GPU they are in device memory).
 struct SequenceView {
   int64_t num_tokens = 0;      // T
   int64_t num_sequences = 0;   // S
@@ -22,6 +23,7 @@ struct SequenceView {
   ConstTensorView seq_slot;    // [S] i32  state slot; -1: rings are neither read (first position is 0) nor kept
   ConstTensorView page_table;  // [S, max_pages] i32  page ids in order; may be empty when no layer compresses
   int64_t page_tokens = 0;     // positions covered by a page, a multiple of every ratio
+  int64_t longest = 0;         // no position is this or beyond: what launches and scratch are sized by
 };
 
 // The entries that complete inside this call, for one ratio m: entry e covers positions [idx*m, idx*m + m) of its sequence.
@@ -46,10 +48,12 @@ inline int64_t entry_row(const SequenceView& q, int64_t per_page, int64_t s, int
 }
 
 // Rows [begin, begin + count) as a call of their own, for ops that read earlier rows from pages alone (rings would lack the rows
-// before `begin`). Small arrays in `arena`, the rest shared.
-SequenceView slice_rows(const SequenceView& seq, int64_t begin, int64_t count, Arena& arena);
+// before `begin`). Small arrays in `arena`, the rest shared. On the GPU all sequences stay, those without a row in the range with none:
+// the host does not know which.
+SequenceView slice_rows(Context& c, const SequenceView& seq, int64_t begin, int64_t count, Arena& arena);
 
-// What every op that takes these views checks first, with values in the message; O(S + pages).
+// What every op that takes these views checks first, with values in the message; O(S + pages). On the CPU: they read the arrays, which on
+// the GPU are as the batch's builder checked them.
 // check_sequences: dtypes and shapes, rows consecutive and covering [0, T), every sequence with at least one row.
 // check_slots: slots lie in [-1, slots); with `needs_past`, only a sequence that starts at position 0 may have none.
 // check_entries: the entries are exactly those of `ratio` whose last position lies inside the call.

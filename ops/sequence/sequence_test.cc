@@ -111,7 +111,7 @@ TEST(Sequence, RowsOfACallAreACall) {
   for (int64_t begin = 0; begin <= all.num_tokens; ++begin)
     for (int64_t count = 0; begin + count <= all.num_tokens; ++count) {
       ArenaScope scope(context.workspace());
-      const SequenceView rows = slice_rows(all, begin, count, context.workspace());
+      const SequenceView rows = slice_rows(context, all, begin, count, context.workspace());
       check_sequences(rows);
       ASSERT_EQ(rows.num_tokens, count);
       for (int64_t t = 0; t < count; ++t) {

@@ -65,10 +65,12 @@ class Call {
   Call(const SequenceSet& set, const std::vector<SequencePart>& parts, bool with_slots = true) {
     std::vector<int32_t> token_seq, token_pos, seq_row = {0}, seq_pos, seq_slot;
     const int64_t num = static_cast<int64_t>(parts.size());
+    int64_t longest = 0;
     page_table_ = Tensor(DType::i32, {num, set.table_width});
     for (int64_t s = 0; s < num; ++s) {
       const SequencePart& part = parts[static_cast<size_t>(s)];
       const size_t id = static_cast<size_t>(part.id);
+      longest = std::max(longest, part.pos + part.rows);
       for (int64_t i = 0; i < part.rows; ++i) {
         token_seq.push_back(static_cast<int32_t>(s));
         token_pos.push_back(static_cast<int32_t>(part.pos + i));
@@ -93,7 +95,8 @@ class Call {
              seq_pos_,
              seq_slot_,
              page_table_,
-             set.page_tokens};
+             set.page_tokens,
+             longest};
   }
   const SequenceView& view() const { return view_; }
 
