@@ -1,5 +1,6 @@
 #pragma once
-// Internal to ops/compressor: the two CPU implementations and what they share, where the slots of an entry are.
+// Internal to ops/compressor: the two CPU implementations and what they share, where the slots of an entry are. device: on the GPU,
+// compressor_gpu.cu, with the same bits.
 
 #include <algorithm>
 
@@ -59,5 +60,12 @@ void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorVi
 void compress_backward(Context& c, TensorView dproj, TensorView dape_accum, ConstTensorView dpooled, ConstTensorView proj,
                        ConstTensorView ape, const EntryView& entries, const SequenceView& seq, const CompressorShape& shape);
 }  // namespace simd
+
+namespace device {
+void compress(Context& c, TensorView pooled, ConstTensorView proj, ConstTensorView ape, ConstTensorView ring,
+              const EntryView& entries, const SequenceView& seq, const CompressorShape& shape);
+void compress_backward(Context& c, TensorView dproj, TensorView dape_accum, ConstTensorView dpooled, ConstTensorView proj,
+                       ConstTensorView ape, const EntryView& entries, const SequenceView& seq, const CompressorShape& shape);
+}  // namespace device
 
 }  // namespace lockstep
