@@ -36,6 +36,7 @@ void adamw(Context& c, TensorView w, TensorView m, TensorView v, ConstTensorView
   check_elements("adamw", "v", v, w.shape);
   check_elements("adamw", "grad", grad, w.shape);
   CHECK(step.bias1 > 0 && step.bias2 > 0, "adamw: bias corrections {} and {} must be positive", step.bias1, step.bias2);
+  if (c.on_gpu()) return device::adamw(c, w, m, v, grad, step);
   float* wp = w.ptr<float>();
   float* mp = m.ptr<float>();
   float* vp = v.ptr<float>();
@@ -48,6 +49,7 @@ void adamw(Context& c, TensorView w, TensorView m, TensorView v, ConstTensorView
 void sum_squares(Context& c, TensorView out, ConstTensorView grad) {
   check_elements("sum_squares", "grad", grad, grad.shape);
   check_scalar("sum_squares", out, DType::f64);
+  if (c.on_gpu()) return device::sum_squares(c, out, grad);
   const int64_t n = grad.shape.elements(), blocks = (n + kSumSquaresBlock - 1) / kSumSquaresBlock;
   ArenaScope scope(*c.workspace);
   double* block_sum = c.workspace->tensor(DType::f64, {blocks}, "sum_squares blocks").ptr<double>();
@@ -63,6 +65,7 @@ void sum_squares(Context& c, TensorView out, ConstTensorView grad) {
 void all_finite(Context& c, TensorView out, ConstTensorView x) {
   check_elements("all_finite", "x", x, x.shape);
   check_scalar("all_finite", out, DType::i32);
+  if (c.on_gpu()) return device::all_finite(c, out, x);
   ArenaScope scope(*c.workspace);
   const int64_t workers = c.num_threads();
   int32_t* bad = c.workspace->zeros(DType::i32, {workers}, "all_finite flags").ptr<int32_t>();

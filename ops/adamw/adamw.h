@@ -8,7 +8,7 @@
 //   f64 sums, blocks added in ascending order. Deterministic. A non-finite element makes the sum non-finite; so does |grad| over
 //   1.8e19.
 // all_finite: *out (i32, one element) = 1 when every element is finite, else 0.
-// Scratch: sum_squares N / 4096 f64, all_finite one i32 a worker. Cost: bound by memory, 28 bytes an element for the step, 4 for
+// Scratch: sum_squares N / 4096 f64, all_finite one i32 a worker of the CPU. Cost: bound by memory, 28 bytes an element for the step, 4 for
 //   the others.
 // Source: Loshchilov and Hutter 2019; rl spec 18.1, 18.4.
 

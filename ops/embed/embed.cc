@@ -15,9 +15,9 @@ void check_shapes(const char* op, ConstTensorView table, ConstTensorView x, Cons
         tokens.row_stride);
 }
 
-void check_arguments(const char* op, ConstTensorView table, ConstTensorView x, ConstTensorView tokens) {
+void check_arguments(const Context& c, const char* op, ConstTensorView table, ConstTensorView x, ConstTensorView tokens) {
   check_shapes(op, table, x, tokens);
-  if (tokens.rows() == 0) return;
+  if (tokens.rows() == 0 || c.on_gpu()) return;
   const int32_t* id = tokens.ptr<int32_t>();
   for (int64_t t = 0; t < tokens.rows(); ++t)
     CHECK(id[t] >= 0 && id[t] < table.dim(0), "{}: token {} at {} of a vocabulary of {}", op, id[t], t, table.dim(0));
@@ -28,26 +28,30 @@ void check_gradients(const char* op, ConstTensorView dtable_accum, ConstTensorVi
         dtype_name(dtable_accum.dtype));
 }
 
+void add_gradients(Context& c, TensorView dtable_accum, int64_t first, ConstTensorView dx, ConstTensorView tokens) {
+  c.on_gpu() ? device::embed_backward(c, dtable_accum, first, dx, tokens) : reference::embed_backward(c, dtable_accum, first, dx, tokens);
+}
+
 }  // namespace
 
 void embed(Context& c, TensorView x, ConstTensorView table, ConstTensorView tokens) {
-  check_arguments("embed", table, x, tokens);
+  check_arguments(c, "embed", table, x, tokens);
   CHECK((table.dtype == DType::f32 || table.dtype == DType::bf16) && x.dtype == table.dtype, "embed: table {}, streams {}",
         dtype_name(table.dtype), dtype_name(x.dtype));
-  reference::embed(c, x, table, tokens);
+  c.on_gpu() ? device::embed(c, x, table, tokens) : reference::embed(c, x, table, tokens);
 }
 
 void embed_backward(Context& c, TensorView dtable_accum, ConstTensorView dx, ConstTensorView tokens) {
-  check_arguments("embed_backward", dtable_accum, dx, tokens);
+  check_arguments(c, "embed_backward", dtable_accum, dx, tokens);
   check_gradients("embed_backward", dtable_accum, dx);
-  reference::embed_backward(c, dtable_accum, 0, dx, tokens);
+  add_gradients(c, dtable_accum, 0, dx, tokens);
 }
 
 void embed_backward_part(Context& c, TensorView dtable_accum, int64_t first, ConstTensorView dx, ConstTensorView tokens) {
   check_shapes("embed_backward_part", dtable_accum, dx, tokens);
   check_gradients("embed_backward_part", dtable_accum, dx);
   CHECK(first >= 0, "embed_backward_part: first id {}", first);
-  reference::embed_backward(c, dtable_accum, first, dx, tokens);
+  add_gradients(c, dtable_accum, first, dx, tokens);
 }
 
 }  // namespace lockstep

@@ -1,10 +1,16 @@
 #pragma once
-// Internal to ops/hadamard: without argument checks.
+// Internal to ops/hadamard: the implementations, without argument checks. Same bits. device: on the GPU, hadamard_gpu.cu.
 
 #include "ops/hadamard/hadamard.h"
 
-namespace lockstep::reference {
+namespace lockstep {
 
+namespace reference {
 void hadamard(Context& c, TensorView x);
+}  // namespace reference
 
-}  // namespace lockstep::reference
+namespace device {
+void hadamard(Context& c, TensorView x);
+}  // namespace device
+
+}  // namespace lockstep

@@ -26,7 +26,8 @@
 //   entropy_merge:    entropy from the means [R, C] of all chunks
 // select_logprob_backward takes a part too: head and dhead_accum are its rows, dhidden its share of the sum over the vocabulary.
 //
-// Row contract holds for all forward outputs. Scratch: min(R, kLogprobRowBlock) * V f32 and matmul's.
+// Row contract holds for all forward outputs. Scratch: min(R, kLogprobRowBlock, on the GPU kLogprobRowBlockGpu) * V f32 and matmul's.
+// On the GPU vectors are contiguous, and ids and temperatures are not checked.
 // Source: rl spec 3.5, 11; design "log-softmax" row.
 
 #include "core/context.h"
@@ -39,7 +40,7 @@ inline constexpr int64_t vocab_chunk(int64_t vocab) { return (vocab + kVocabChun
 inline constexpr int64_t vocab_chunks(int64_t vocab) {  // that have ids
   return vocab == 0 ? 0 : (vocab + vocab_chunk(vocab) - 1) / vocab_chunk(vocab);
 }
-inline constexpr int64_t kLogprobRowBlock = 256;
+inline constexpr int64_t kLogprobRowBlock = 256, kLogprobRowBlockGpu = 1024;
 inline constexpr int64_t kChunkPartials = 3;  // max, sum, y of the target
 
 // The ids from `first` on, as many as there are logits or head rows, of `vocab`. vocab == 0: those are all.
@@ -54,6 +55,10 @@ struct RowStats {
 };
 // Statistics of one row of logits; the sampler calls exactly this. logits [V] f32.
 RowStats row_stats(const float* logits, int64_t vocab, float temperature);
+namespace device {
+// Of every row, on the GPU: max, lse [R] f32 of logits [R, V] f32 with temperature [R] f32.
+void row_stats(Context& c, TensorView max, TensorView lse, ConstTensorView logits, ConstTensorView temperature);
+}  // namespace device
 
 void select_logprob(Context& c, TensorView logprob, TensorView lse, TensorView entropy, ConstTensorView hidden,
                     const WeightView& head, ConstTensorView target, ConstTensorView temperature);

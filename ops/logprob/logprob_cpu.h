@@ -1,5 +1,6 @@
 #pragma once
-// The CPU side of logprob: kernels over one row of logits; logprob.cc makes the logits and walks the rows.
+// The CPU side of logprob: kernels over one row of logits; logprob.cc makes the logits and walks the rows. device: kernels over rows of logits on the GPU,
+// logprob_gpu.cu. Same bits.
 
 #include "ops/logprob/logprob.h"
 
@@ -37,5 +38,17 @@ RowStats row_stats(const float* logits, int64_t vocab, float temperature);
 float row_entropy(const float* logits, int64_t vocab, float temperature, float lse);
 void row_backward(float* logits, int64_t count, const reference::RowGradient& g);
 }  // namespace simd
+
+namespace device {
+void select_logprob(Context& c, TensorView logprob, TensorView lse, TensorView entropy, ConstTensorView logits, ConstTensorView target,
+                    ConstTensorView temperature);
+// logits become dlogits; they begin at id `first`.
+void row_backward(Context& c, TensorView logits, ConstTensorView dlogprob, ConstTensorView dentropy, ConstTensorView target, ConstTensorView temperature,
+                  ConstTensorView lse, ConstTensorView entropy, int64_t first);
+void logprob_partials(Context& c, TensorView partials, ConstTensorView logits, ConstTensorView target, ConstTensorView temperature, VocabPart part);
+void logprob_merge(Context& c, TensorView logprob, TensorView lse, ConstTensorView partials, ConstTensorView target, int64_t vocab);
+void entropy_partials(Context& c, TensorView means, ConstTensorView logits, ConstTensorView temperature, ConstTensorView lse, VocabPart part);
+void entropy_merge(Context& c, TensorView entropy, ConstTensorView means, ConstTensorView lse);
+}  // namespace device
 
 }  // namespace lockstep

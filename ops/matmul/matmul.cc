@@ -183,7 +183,9 @@ QuantStats quantize_by_grid(Context& c, TensorView codes, TensorView scales, con
                             float amax_floor) {
   const auto flat = [](auto v) { return v.shape.rank == 3 ? v.reshape({v.shape[0] * v.shape[1], v.shape[2]}) : v; };
   codes = flat(codes), scales = flat(scales), x = flat(x);
-  const int64_t n = x.dim(0), k = x.dim(1), row_pitch = row_grid.period == 0 ? n : row_grid.period, col_pitch = col_grid.period == 0 ? k : col_grid.period;
+  // Periods of whole blocks are no cut.
+  const auto pitch = [](const BlockGrid& grid, int64_t size) { return grid.period == 0 || grid.period % grid.block == 0 ? size : grid.period; };
+  const int64_t n = x.dim(0), k = x.dim(1), row_pitch = pitch(row_grid, n), col_pitch = pitch(col_grid, k);
   QuantStats stats;
   for (int64_t i = 0; i < n; i += row_pitch)
     for (int64_t j = 0; j < k; j += col_pitch) {

@@ -36,13 +36,19 @@ QuantStats quantize(Context& c, QuantView q, ConstTensorView x, float amax_floor
   check_quantised("quantize", q, x.rows(), x.dim(1));
   CHECK(amax_floor >= 0 && std::isfinite(amax_floor), "quantize: amax_floor {}", amax_floor);
   if (x.empty()) return {};
-  return simd::quantize(c, q, x, amax_floor, false);
+  if (!c.on_gpu()) return simd::quantize(c, q, x, amax_floor, false);
+  device::quantize(c, q, x, amax_floor, false);
+  return {};
 }
 
 QuantStats quantize_given_scales(Context& c, QuantView q, ConstTensorView x) {
   check_dense("quantize_given_scales", x);
   check_quantised("quantize_given_scales", q, x.rows(), x.dim(1));
   if (x.empty()) return {};
+  if (c.on_gpu()) {
+    device::quantize(c, q, x, 0, true);
+    return {};
+  }
   for (int64_t i = 0; i < q.scales.rows(); ++i)
     for (int64_t j = 0; j < q.scales.dim(1); ++j) {
       const float s = q.scale(i, j);
@@ -51,11 +57,18 @@ QuantStats quantize_given_scales(Context& c, QuantView q, ConstTensorView x) {
   return simd::quantize(c, q, x, 0, true);
 }
 
+QuantStats quant_stats(Context& c, ConstQuantView q, ConstTensorView x) {
+  check_dense("quant_stats", x);
+  check_quantised("quant_stats", q, x.rows(), x.dim(1));
+  if (x.empty()) return {};
+  return c.on_gpu() ? device::quant_stats(c, q, x) : reference::quant_stats(q, x);
+}
+
 void dequantize(Context& c, TensorView y, ConstQuantView q) {
   check_dense("dequantize", y);
   check_quantised("dequantize", q, y.rows(), y.dim(1));
   if (y.empty()) return;
-  simd::dequantize(c, y, q);
+  c.on_gpu() ? device::dequantize(c, y, q) : simd::dequantize(c, y, q);
 }
 
 void round_through(Context& c, TensorView x, const QuantFormat& f) {
@@ -79,7 +92,9 @@ RecodeStats recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantVie
   CHECK(!mark || (lossy.dtype == DType::u8 && lossy.shape == to.scales.shape), "recode_fp4: lossy {} {}, scales {}",
         dtype_name(lossy.dtype), lossy.shape.str(), to.scales.shape.str());
   if (from.codes.empty()) return {};
-  return simd::recode_fp4(c, to, lossy, from);
+  if (!c.on_gpu()) return simd::recode_fp4(c, to, lossy, from);
+  device::recode_fp4(c, to, lossy, from);
+  return {};
 }
 
 }  // namespace lockstep

@@ -24,7 +24,7 @@
 // dequantize: y = code * scale, one f32 product, rounded to y's dtype; every NaN becomes 7fc00000 (7fc0). N comes from y.
 // Cost: quantize reads x once from memory, writes codes and scales; bound by memory. Scratch: none.
 // Source: V4 release, inference/kernel.py (act_quant, fp4 quant); technical report, section 3.4; OCP microscaling formats 1.0.
-// Fails: CHECK on shapes, dtypes, block sizes, and given scales.
+// Fails: CHECK on shapes, dtypes, block sizes, and, on the CPU, given scales.
 
 #include "core/context.h"
 #include "core/formats.h"
@@ -90,8 +90,11 @@ struct QuantStats {
   bool operator==(const QuantStats&) const = default;
 };
 
+// On the GPU nothing is counted and the statistics are empty: whoever wants them asks quant_stats, and the host does not wait for the others.
 QuantStats quantize(Context& c, QuantView q, ConstTensorView x, float amax_floor);
 QuantStats quantize_given_scales(Context& c, QuantView q, ConstTensorView x);
+// What the quantisation of x to q counted. Reads x once more; on the GPU the host waits.
+QuantStats quant_stats(Context& c, ConstQuantView q, ConstTensorView x);
 void dequantize(Context& c, TensorView y, ConstQuantView q);
 // x becomes what quantising and de-quantising make of it. Scratch: its codes and scales.
 void round_through(Context& c, TensorView x, const QuantFormat& format);
@@ -119,6 +122,6 @@ struct RecodeStats {
   }
   bool operator==(const RecodeStats&) const = default;
 };
-RecodeStats recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantView from);
+RecodeStats recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantView from);  // on the GPU the statistics are empty; `lossy` tells
 
 }  // namespace lockstep

@@ -26,7 +26,6 @@ uint8_t nibble(const ConstQuantView& q, int64_t r, int64_t k) {
 
 template <typename T>
 QuantStats quantize_block_to(const QuantView& q, const ConstTensorView& x, float amax_floor, bool given_scales, int64_t i, int64_t j) {
-  constexpr uint32_t kMagnitude = (1u << FloatFormat<T>::kSignShift) - 1u;
   const BlockRange b = block_range(q, i, j, x.rows(), x.dim(1));
   float amax = 0;
   bool has_nan = false;
@@ -42,13 +41,10 @@ QuantStats quantize_block_to(const QuantView& q, const ConstTensorView& x, float
   QuantStats stats;
   for (int64_t r = b.row0; r < b.row1; ++r)
     for (int64_t k = b.col0; k < b.col1; ++k) {
-      const float v = element(x, r, k), scaled = v * inverse;
-      const uint8_t code = encode<T>(scaled);
+      const float v = element(x, r, k);
+      const uint8_t code = encode<T>(v * inverse);
       put_code<T>(q, r, k, code);
-      ++stats.elements;
-      if (!std::isfinite(v)) ++stats.nonfinite;
-      else if (unbounded_code<T>(std::bit_cast<uint32_t>(std::abs(scaled))) > FloatFormat<T>::kMaxCode) ++stats.saturated;
-      else if (v != 0 && (code & kMagnitude) == 0) ++stats.underflowed;
+      stats += quant_stats_of<T>(v, scale, code);
     }
   if (std::is_same_v<T, e2m1x2> && has_nan && !given_scales) {
     if (q.scales.dtype == DType::f32) q.scales.row<float>(i)[j] = std::bit_cast<float>(kF32Nan);
@@ -57,7 +53,26 @@ QuantStats quantize_block_to(const QuantView& q, const ConstTensorView& x, float
   return stats;
 }
 
+template <typename T>
+QuantStats count(const ConstQuantView& q, const ConstTensorView& x) {
+  QuantStats stats;
+  for (int64_t r = 0; r < x.rows(); ++r)
+    for (int64_t k = 0; k < x.dim(1); ++k) {
+      uint32_t code = 0;
+      if constexpr (std::is_same_v<T, e2m1x2>) code = nibble(q, r, k);
+      else code = q.codes.row<T>(r)[k].bits;
+      stats += quant_stats_of<T>(element(x, r, k), q.scale(r / q.block_rows, k / q.block_cols), code);
+    }
+  return stats;
+}
+
 }  // namespace
+
+QuantStats quant_stats(ConstQuantView q, ConstTensorView x) {
+  if (q.codes.dtype == DType::e4m3) return count<e4m3>(q, x);
+  if (q.codes.dtype == DType::e5m2) return count<e5m2>(q, x);
+  return count<e2m1x2>(q, x);
+}
 
 QuantStats quantize_block(QuantView q, ConstTensorView x, float amax_floor, bool given_scales, int64_t i, int64_t j) {
   if (q.codes.dtype == DType::e4m3) return quantize_block_to<e4m3>(q, x, amax_floor, given_scales, i, j);

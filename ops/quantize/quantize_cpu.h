@@ -1,5 +1,5 @@
 #pragma once
-// Internal to ops/quantize: the two implementations, without argument checks. Same bits.
+// Internal to ops/quantize: the implementations, without argument checks. Same bits. device: on the GPU, quantize_gpu.cu.
 
 #include <algorithm>
 
@@ -16,6 +16,19 @@ BlockRange block_range(const BasicQuantView<Void>& q, int64_t i, int64_t j, int6
   return {i * q.block_rows, std::min(rows, (i + 1) * q.block_rows), j * q.block_cols, std::min(cols, (j + 1) * q.block_cols)};
 }
 
+// What x counts as, given its block's scale (NaN: of an E2M1 block with a NaN, where none overflows) and its code.
+template <typename T>
+constexpr QuantStats quant_stats_of(float x, float scale, uint32_t code) {
+  constexpr uint32_t kMagnitude = (1u << FloatFormat<T>::kSignShift) - 1u;
+  QuantStats s;
+  s.elements = 1;
+  const uint32_t bits = std::bit_cast<uint32_t>(x) & kF32Magnitude, scaled = std::bit_cast<uint32_t>(x * (1.0f / scale)) & kF32Magnitude;
+  if (bits >= kF32Infinity) s.nonfinite = 1;
+  else if (scaled <= kF32Infinity && unbounded_code<T>(scaled) > FloatFormat<T>::kMaxCode) s.saturated = 1;
+  else if (bits != 0 && (code & kMagnitude) == 0) s.underflowed = 1;
+  return s;
+}
+
 // Stores the scale that `amax`, the largest finite magnitude of a block, asks for; returns it. T is the type of the codes.
 template <typename T>
 float store_scale(const QuantView& q, int64_t i, int64_t j, float amax, float amax_floor) {
@@ -29,6 +42,7 @@ QuantStats quantize(QuantView q, ConstTensorView x, float amax_floor, bool given
 QuantStats quantize_block(QuantView q, ConstTensorView x, float amax_floor, bool given_scales, int64_t i, int64_t j);
 void dequantize(TensorView y, ConstQuantView q);
 RecodeStats recode_fp4(QuantView to, TensorView lossy, ConstQuantView from);
+QuantStats quant_stats(ConstQuantView q, ConstTensorView x);
 RecodeStats recode_block(QuantView to, TensorView lossy, ConstQuantView from, int64_t i, int64_t j);
 }  // namespace reference
 
@@ -50,5 +64,12 @@ QuantStats quantize(Context& c, QuantView q, ConstTensorView x, float amax_floor
 void dequantize(Context& c, TensorView y, ConstQuantView q);
 RecodeStats recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantView from);
 }  // namespace simd
+
+namespace device {
+void quantize(Context& c, QuantView q, ConstTensorView x, float amax_floor, bool given_scales);
+QuantStats quant_stats(Context& c, ConstQuantView q, ConstTensorView x);
+void dequantize(Context& c, TensorView y, ConstQuantView q);
+void recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantView from);
+}  // namespace device
 
 }  // namespace lockstep

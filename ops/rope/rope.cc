@@ -13,6 +13,7 @@ void rope(Context& c, TensorView x, ConstTensorView pos, ConstTensorView table, 
         "rope: {} heads of x {}, table {}", heads, x.shape.str(), table.shape.str());
   if (x.empty()) return;
   CHECK(pos.contiguous(), "rope: positions with stride {}", pos.row_stride);
+  if (c.on_gpu()) return device::rope(c, x, pos, table, heads, inverse);
   const int32_t* p = pos.ptr<int32_t>();
   for (int64_t t = 0; t < pos.rows(); ++t)
     CHECK(p[t] >= 0 && p[t] < table.dim(0), "rope: position {} of row {}, table {}", p[t], t, table.shape.str());

@@ -3,7 +3,7 @@
 //   e' = e cos a - o sin a,  o' = e sin a + o cos a,  a = position * theta_j;  inverse = true uses -a.
 //   x     [T, H * d]  f32 | bf16   rotated in place; row_stride may exceed H * d
 //   pos   [T] i32
-//   table [P, r]      f32, r <= kMaxRopeDim: for each position cos a_0, sin a_0, cos a_1, sin a_1, ...; every pos in [0, P) (CHECK)
+//   table [P, r]      f32, r <= kMaxRopeDim: for each position cos a_0, sin a_0, cos a_1, sin a_1, ...; every pos in [0, P) (CHECK on the CPU)
 //   heads H, head width d = x.dim(1) / H >= r
 // The backward of a rotation is the inverse rotation of the gradient (f32): call rope with the other flag.
 // Numerics: e' = fma(e, cos, -(o * sin)), o' = fma(e, sin, o * cos) in f32, one rounding. Row contract holds.

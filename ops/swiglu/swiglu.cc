@@ -21,7 +21,7 @@ void swiglu(Context& c, TensorView a, ConstTensorView g, ConstTensorView u, Cons
   CHECK(a.shape == g.shape && a.dtype == g.dtype, "swiglu: a {} {}, g {} {}", dtype_name(a.dtype), a.shape.str(),
         dtype_name(g.dtype), g.shape.str());
   if (g.empty()) return;
-  simd::swiglu(c, a, g, u, rho, limit);
+  c.on_gpu() ? device::swiglu(c, a, g, u, rho, limit) : simd::swiglu(c, a, g, u, rho, limit);
 }
 
 void swiglu_backward(Context& c, TensorView dg, TensorView du, TensorView drho, ConstTensorView da, ConstTensorView g,
@@ -36,7 +36,8 @@ void swiglu_backward(Context& c, TensorView dg, TensorView du, TensorView drho, 
   CHECK(rho.empty() == drho.empty() &&
             (drho.empty() || (drho.dtype == DType::f32 && drho.shape == rho.shape && drho.contiguous())),
         "swiglu_backward: drho {} {}, rho {}", dtype_name(drho.dtype), drho.shape.str(), rho.shape.str());
-  simd::swiglu_backward(c, dg, du, drho, da, g, u, rho, limit);
+  c.on_gpu() ? device::swiglu_backward(c, dg, du, drho, da, g, u, rho, limit)
+             : simd::swiglu_backward(c, dg, du, drho, da, g, u, rho, limit);
 }
 
 }  // namespace lockstep

@@ -1,0 +1,87 @@
+#pragma once
+// How elementwise kernels walk a matrix: a thread takes kPiece consecutive elements of one row, in 16-byte loads and stores where every row of every operand
+// begins at a multiple of 16 bytes.
+
+#include "core/dtype.h"
+#include "core/gpu.h"
+#include "core/tensor.h"
+
+namespace lockstep::gpu {
+
+inline constexpr int kPiece = 8;
+inline constexpr int kElementThreads = 256;  // of a block
+
+// The thread's piece of [rows, n]; rows may be padded to a multiple of more than a piece. count is 0 for threads past the end of a row or of all.
+struct Piece {
+  int64_t row = 0, at = 0;
+  int count = 0;
+};
+GPU_INLINE Piece piece_of_thread(int64_t rows, int64_t n, int64_t padded) {
+  const int64_t i = static_cast<int64_t>(block_x()) * block_dim() + thread_x(), a_row = (padded + kPiece - 1) / kPiece;
+  Piece p;
+  p.row = rows == 1 ? 0 : i / a_row;
+  p.at = (i - p.row * a_row) * kPiece;
+  if (p.row < rows && p.at < n) p.count = n - p.at < kPiece ? static_cast<int>(n - p.at) : kPiece;
+  return p;
+}
+GPU_INLINE Piece piece_of_thread(int64_t rows, int64_t n) { return piece_of_thread(rows, n, n); }
+inline Grid grid_of_pieces(int64_t rows, int64_t n) { return {.blocks = blocks_for(rows * blocks_for(n, kPiece), kElementThreads), .threads = kElementThreads}; }
+
+// A piece in registers; what is past its count is zero.
+template <typename T>
+struct Elements {
+  T v[kPiece];
+};
+template <typename T>
+GPU_INLINE Elements<T> load(const T* from, int count, bool aligned) {
+  constexpr int kWords = kPiece * sizeof(T) >= 16 ? 16 / static_cast<int>(sizeof(T)) : kPiece;
+  Elements<T> e = {};
+  if (aligned && count == kPiece) {
+#pragma unroll
+    for (int i = 0; i < kPiece; i += kWords) {
+      const auto part = *reinterpret_cast<const Vector<T, kWords>*>(from + i);
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) e.v[i + k] = part.v[k];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i)
+      if (i < count) e.v[i] = from[i];
+  }
+  return e;
+}
+template <typename T>
+GPU_INLINE void store(T* to, const Elements<T>& e, int count, bool aligned) {
+  constexpr int kWords = kPiece * sizeof(T) >= 16 ? 16 / static_cast<int>(sizeof(T)) : kPiece;
+  if (aligned && count == kPiece) {
+#pragma unroll
+    for (int i = 0; i < kPiece; i += kWords) {
+      Vector<T, kWords> part;
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) part.v[k] = e.v[i + k];
+      *reinterpret_cast<Vector<T, kWords>*>(to + i) = part;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i)
+      if (i < count) to[i] = e.v[i];
+  }
+}
+
+// Whether every row begins at a multiple of 16 bytes.
+template <typename View>
+bool is_aligned(const View& v) {
+  const size_t bytes = dtype_bytes(v.dtype);
+  return reinterpret_cast<uintptr_t>(v.data) % 16 == 0 && (v.rows() <= 1 || static_cast<size_t>(v.row_stride) * bytes % 16 == 0);
+}
+template <typename... Views>
+bool all_aligned(const Views&... v) {
+  return (is_aligned(v) && ...);
+}
+// As a matrix with the fewest rows: one where all are contiguous.
+template <typename... Views>
+Shape as_rows(const Shape& s, const Views&... v) {
+  return (v.contiguous() && ...) ? Shape{1, s.elements()} : Shape{s[0], s.row_elements()};
+}
+
+}  // namespace lockstep::gpu
