@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "rl/model_bench.h"
+
 namespace lockstep {
 
 inline constexpr int kExitOk = 0;
@@ -141,6 +143,13 @@ struct InspectArgs {
 };
 int inspect_command(const InspectArgs& args);
 int settings_command();
+
+struct BenchArgs {
+  std::vector<std::string> what = {"generate", "train", "rl"};
+  std::string config, numerics = "bf16", device = "cpu";
+  ModelBenchOptions options = {.threads = 0};
+};
+int bench_command(const BenchArgs& args);
 
 struct VerifyArgs {
   std::vector<std::string> golden;

@@ -235,6 +235,24 @@ int run(int argc, char** argv) {
   v->add_flag("--json", verify.json, "Print one JSON object a file");
   v->callback([&] { exit_code = verify_command(verify); });
 
+  BenchArgs bench;
+  CLI::App* b = app.add_subcommand("bench", "What a model of random weights costs on this machine: a JSON line a measurement");
+  b->add_option("what", bench.what, "generate, train, rl (a step of both); default all")->check(CLI::IsMember({"generate", "train", "rl"}));
+  b->add_option("--config", bench.config, "config.json of the model")->required();
+  b->add_option("--numerics", bench.numerics, "Of sampler and trainer")->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}))->capture_default_str();
+  b->add_option("--device", bench.device, "Where the model runs")->check(CLI::IsMember({"cpu", "gpu"}))->capture_default_str();
+  b->add_option("--threads", bench.options.threads, "CPU threads; 0: one a core")->capture_default_str();
+  const auto size = [&](const char* name, int64_t& value, const char* help) { b->add_option(name, value, help)->check(CLI::Range(int64_t{1}, int64_t{1} << 24))->capture_default_str(); };
+  size("--batch", bench.options.batch, "Samples, each of a prompt of its own");
+  size("--prompt", bench.options.prompt, "Tokens of a prompt");
+  size("--new", bench.options.new_tokens, "Tokens of a response");
+  size("--tokens", bench.options.train_tokens, "Tokens of a training step");
+  size("--row", bench.options.row_tokens, "Tokens of its sequences");
+  size("--microbatch", bench.options.microbatch_tokens, "Tokens of a micro-batch");
+  b->add_flag("--recompute", bench.options.recompute, "Keep each layer's input alone for the backward");
+  b->add_option("--repeat", bench.options.repeat, "Measured runs, after one that warms up")->check(CLI::Range(1, 1000))->capture_default_str();
+  b->callback([&] { exit_code = bench_command(bench); });
+
   PlanArgs plan;
   CLI::App* p = app.add_subcommand("plan", "Whether a model fits onto devices under a layout, what ranks tell each other, how long a step takes at least");
   const auto count = [&](const char* name, int64_t& value, const char* help) { p->add_option(name, value, help)->check(CLI::Range(int64_t{1}, int64_t{1} << 24)); };
