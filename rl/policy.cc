@@ -59,11 +59,11 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
 
 // What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
 // that the system kills later. Activations come on top.
-Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler, Numerics sampler_numerics) {
+Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler, Numerics sampler_numerics, Device device) {
   const double owners = use.ranks == nullptr ? 1 : use.ranks->layouts.train.dp;
   double weights = 0, training = 0, state = 0;
   const auto weight_bytes = [&](const TensorSpec& t, Numerics n) {
-    return static_cast<double>(t.stored_shape(n).elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(n))) * (t.has_panels() ? 2 : 1);
+    return static_cast<double>(t.stored_shape(n).elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(n))) * (t.has_panels() && device == Device::cpu ? 2 : 1);
   };
   if (sampler != nullptr)
     for (const TensorSpec& t : tensor_table(m, *sampler)) weights += weight_bytes(t, sampler_numerics);
@@ -81,14 +81,15 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
                 (static_cast<double>(size.slot_bytes) + static_cast<double>(pages) * static_cast<double>(size.page_bytes)) +
             static_cast<double>(use.engine.cache_slots) * static_cast<double>(size.slot_bytes);
   }
-  const double physical = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+  double physical = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+  if (device == Device::gpu && !device_info().emulated) physical = static_cast<double>(device_info().memory_bytes);
   const double largest = std::max({weights, training, state});
   if (weights + training + state <= physical && largest <= static_cast<double>(kArenaReserve)) return Status::ok();
   constexpr double kGiB = 1 << 30;
   return errorf("at least {:.1f} GiB of memory are needed (weights {:.1f}, masters{} {:.1f}, state of {} running samples {:.1f}), this "
-                "machine has {:.1f}; take a smaller model, or lower rollout.max_running",
+                "{} has {:.1f}; take a smaller model, or lower rollout.max_running",
                 (weights + training + state) / kGiB, weights / kGiB, use.train ? ", gradients and moments" : "", training / kGiB,
-                use.sample ? use.engine.max_running : 0, state / kGiB, physical / kGiB);
+                use.sample ? use.engine.max_running : 0, state / kGiB, device == Device::gpu ? "GPU" : "machine", physical / kGiB);
 }
 
 Groups* trainers(const PolicyUse& use) { return use.ranks == nullptr ? nullptr : &use.ranks->train; }
@@ -190,7 +191,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, or set "
                   "device = cpu");
   }
-  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, use, held, apart ? &sampled : nullptr, sampler.numerics));
+  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, use, held, apart ? &sampled : nullptr, sampler.numerics, options.device));
 
   std::unique_ptr<Policy> p(new Policy(options.device, num_threads(use.threads)));
   p->config_ = config.take();
