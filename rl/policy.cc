@@ -187,6 +187,8 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
       return errorf("train.replay: model.numerics {} keeps another dtype than rollout.numerics {}; use bf16 for the trainer", numerics_name(trainer.numerics),
                     numerics_name(sampler.numerics));
   }
+  if (options.device == Device::gpu && (held.tp > 1 || (ranks != nullptr && ranks->layouts.train.ep > 1)))
+    return errorf("device = gpu goes with parallel.pp and dp; heads and experts are not yet spread over GPUs: set parallel.tp and ep to 1, or device = cpu");
   if (apart && options.device == Device::gpu) {
     return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, or set "
                   "device = cpu");
