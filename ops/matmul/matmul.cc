@@ -192,10 +192,11 @@ QuantStats quantize_by_grid(Context& c, TensorView codes, TensorView scales, con
       const int64_t rows = std::min(row_pitch, n - i), cols = std::min(col_pitch, k - j);
       const BlockGrid in_rows = {row_grid.block, 0}, in_cols = {col_grid.block, 0};
       const TensorView part = codes.slice(i, rows), part_scales = scales.slice(row_grid.block_of(i), in_rows.blocks_in(rows));
-      stats += quantize(c,
-                        {col_pitch == k ? part : part.cols(j, cols), part_scales.cols(col_grid.block_of(j), in_cols.blocks_in(cols)), row_grid.block,
-                         col_grid.block},
-                        x.slice(i, rows).cols(j, cols), amax_floor);
+      const QuantView q(col_pitch == k ? part : part.cols(j, cols), part_scales.cols(col_grid.block_of(j), in_cols.blocks_in(cols)), row_grid.block,
+                        col_grid.block);
+      const ConstTensorView from = x.slice(i, rows).cols(j, cols);
+      stats += quantize(c, q, from, amax_floor);
+      if (c.on_gpu()) stats += quant_stats(c, q, from);
     }
   return stats;
 }
