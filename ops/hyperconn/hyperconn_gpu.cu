@@ -222,9 +222,11 @@ struct CoefficientGradients {
   float hc_eps;
 };
 
+constexpr int kTokenThreads = 64;
+
 // A thread a token.
 template <int N>
-GPU_KERNEL coefficients_backward_kernel(const CoefficientGradients p) {
+GPU_KERNEL GPU_BOUNDS(kTokenThreads) coefficients_backward_kernel(const CoefficientGradients p) {
   const int64_t t = static_cast<int64_t>(block_x()) * block_dim() + thread_x();
   if (t >= p.tokens) return;
   const int n = p.streams, num_logits = p.dcomb == nullptr ? n : (2 + n) * n;
@@ -429,7 +431,7 @@ struct PostGradients {
 };
 // 16 threads a token.
 template <typename T, int N>
-GPU_KERNEL post_backward_kernel(const PostGradients p, const T* x, const T* y) {
+GPU_KERNEL GPU_BOUNDS(kRowThreads) post_backward_kernel(const PostGradients p, const T* x, const T* y) {
   const int64_t t = row_of_thread();
   const bool mine = t < p.rows;
   const int n = p.streams;
@@ -516,9 +518,8 @@ void coefficients_backward(Context& c, TensorView dx_accum, TensorView dlogits, 
                                   .base = w.base.ptr<float>(), .scale = w.scale.ptr<float>(), .dlogits_stride = dlogits.row_stride, .dpre_stride = dpre.row_stride,
                                   .dpost_stride = dpost.row_stride, .dcomb_stride = dcomb.row_stride, .raw_stride = raw.row_stride, .tokens = rows,
                                   .elements = elements, .streams = static_cast<int>(n), .iters = shape.sinkhorn_iters, .hc_eps = shape.hc_eps};
-  constexpr int kThreads = 64;
   for_streams(n, [&](auto most) {
-    launch(c, "hyper_coefficients_backward", {.blocks = blocks_for(rows, kThreads), .threads = kThreads}, coefficients_backward_kernel<decltype(most)::value>, p);
+    launch(c, "hyper_coefficients_backward", {.blocks = blocks_for(rows, kTokenThreads), .threads = kTokenThreads}, coefficients_backward_kernel<decltype(most)::value>, p);
   });
   launch(c, "hyper_add_scaled", grid_of_pieces(rows, elements), add_scaled_kernel<T>, dx_accum.ptr<float>(), dx_accum.row_stride, factor.ptr<float>(), x.ptr<T>(),
          x.row_stride, all_aligned(dx_accum, x), rows, elements);
