@@ -34,7 +34,7 @@
 #if LOCKSTEP_GPU_SIMT
 #define GPU_KERNEL inline void
 #define GPU_INLINE inline
-#define GPU_BOUNDS(threads)
+#define GPU_BOUNDS(...)
 #define GPU_PLACE_PARAMETER , const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define GPU_ONLY_PLACE_PARAMETER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define GPU_PLACE ::lockstep::simt::Place{file, line}
@@ -42,7 +42,7 @@
 #else
 #define GPU_KERNEL __global__ void
 #define GPU_INLINE __device__ __forceinline__
-#define GPU_BOUNDS(threads) __launch_bounds__(threads)
+#define GPU_BOUNDS(...) __launch_bounds__(__VA_ARGS__)  // threads of a block, and how many blocks should fit at least
 #define GPU_PLACE_PARAMETER
 #define GPU_ONLY_PLACE_PARAMETER
 #define GPU_FORWARD_PLACE
