@@ -142,6 +142,22 @@ GPU_INLINE uint64_t ballot(bool mine GPU_PLACE_PARAMETER) {
 #endif
 }
 
+// Number of bits that are set, and place of the lowest of a word that is not 0. (nvcc 13 reads std::countr_zero in a kernel as the constant 64.)
+GPU_INLINE int count_bits(uint64_t word) {
+#if LOCKSTEP_GPU_CUDA
+  return __popcll(word);
+#else
+  return __builtin_popcountll(word);
+#endif
+}
+GPU_INLINE int lowest_bit(uint64_t word) {
+#if LOCKSTEP_GPU_CUDA
+  return __ffsll(static_cast<long long>(word)) - 1;
+#else
+  return __builtin_ctzll(word);
+#endif
+}
+
 // Arithmetic whose bits matter.
 GPU_INLINE float fma(float a, float b, float c) {
 #if LOCKSTEP_GPU_SIMT

@@ -13,10 +13,10 @@ namespace lockstep {
 namespace {
 
 // One training forward and backward of two sequences, and what came out.
-struct Run {
+struct Passed {
   testing::Tensor hidden, gradients;
 };
-Run run(Device device, Numerics numerics, CacheRounding cache, Recompute recompute) {
+Passed pass(Device device, Numerics numerics, CacheRounding cache, Recompute recompute) {
   const ModelConfig config = testing::tiny_config();
   DeviceContext context(device);
   Context& c = context;
@@ -41,7 +41,7 @@ Run run(Device device, Numerics numerics, CacheRounding cache, Recompute recompu
   const TensorView hidden = forward(c, model, batch, state, &saved);
   const testing::Tensor dhidden = testing::random_tensor(3, DType::f32, hidden.shape);
   backward(c, model, batch, state, saved, on_device(c, host_copy(c, dhidden), *c.workspace), gradients);
-  Run out{testing::Tensor(hidden.dtype, hidden.shape), testing::Tensor(DType::f32, gradients.dense.shape)};
+  Passed out{testing::Tensor(hidden.dtype, hidden.shape), testing::Tensor(DType::f32, gradients.dense.shape)};
   download(c, out.hidden, hidden);
   download(c, out.gradients, gradients.dense);
   return out;
@@ -54,7 +54,7 @@ class GpuModel : public ::testing::TestWithParam<Numerics> {};
 TEST_P(GpuModel, ForwardAndBackwardAreThoseOfTheCpu) {
   for (const CacheRounding cache : {CacheRounding{}, CacheRounding{true, true}})
     for (const Recompute recompute : {Recompute::none, Recompute::layer}) {
-      const Run cpu = run(Device::cpu, GetParam(), cache, recompute), gpu = run(Device::gpu, GetParam(), cache, recompute);
+      const Passed cpu = pass(Device::cpu, GetParam(), cache, recompute), gpu = pass(Device::gpu, GetParam(), cache, recompute);
       if (has_the_cpus_bits(GetParam())) {
         EXPECT_EQ(testing::count_bit_differences(gpu.hidden, cpu.hidden), 0);
         EXPECT_EQ(testing::count_bit_differences(gpu.gradients, cpu.gradients), 0);

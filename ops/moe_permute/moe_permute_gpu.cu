@@ -34,14 +34,6 @@ GPU_INLINE uint64_t lanes_alike(int expert, int experts, bool active) {
   }
   return alike;
 }
-GPU_INLINE int count_bits(uint64_t v) {
-#if LOCKSTEP_GPU_CUDA
-  return __popcll(v);
-#else
-  return __builtin_popcountll(v);
-#endif
-}
-
 // This wave walks its run; `next` are its counters, by expert. visit(slot, its place among the wave's rows of that expert, counting from what next held).
 template <typename Visit>
 GPU_INLINE void walk_run(const Plan& p, int unit, Shared<int32_t> next, const Visit& visit) {

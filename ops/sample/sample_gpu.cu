@@ -79,7 +79,7 @@ GPU_INLINE int64_t first_over(uint64_t before, double threshold, int64_t n, E e)
       if (lane() >= width) sum += below;
     }
     const uint64_t over = ballot(i < n && static_cast<double>(before + sum) > threshold);
-    if (over != 0) return first + std::countr_zero(over);
+    if (over != 0) return first + lowest_bit(over);
     before += shuffle(sum, kWave - 1);
   }
   return n - 1;
@@ -261,8 +261,8 @@ filter_kernel(int32_t* token, float* logprob, const int32_t* which, const Row* p
     const int64_t v = begin + first + row_lane();
     const bool keep = v < end && kept(v);
     const uint32_t mine = static_cast<uint32_t>(ballot(keep) >> (lane() / kTreeLanes * kTreeLanes)) & 0xffffu;
-    if (keep) s.ids[at + std::popcount(mine & ((1u << row_lane()) - 1u))] = static_cast<int32_t>(v);
-    at += std::popcount(mine);
+    if (keep) s.ids[at + count_bits(mine & ((1u << row_lane()) - 1u))] = static_cast<int32_t>(v);
+    at += count_bits(mine);
   }
   auto number = static_cast<int64_t>(starts.load(groups));
   if (number == 0) {  // all are NaN: min-p keeps the lowest id
