@@ -142,7 +142,7 @@ GPU_INLINE uint64_t ballot(bool mine GPU_PLACE_PARAMETER) {
 #endif
 }
 
-// Number of bits that are set, and place of the lowest of a word that is not 0. (nvcc 13 reads std::countr_zero in a kernel as the constant 64.)
+// Number of bits that are set, and place of the lowest of a word that is not 0. (nvcc 13 reads std::countr_zero of a kernel as the constant 64, and countr_one likewise.)
 GPU_INLINE int count_bits(uint64_t word) {
 #if LOCKSTEP_GPU_CUDA
   return __popcll(word);
@@ -158,6 +158,9 @@ GPU_INLINE int lowest_bit(uint64_t word) {
 #endif
 }
 
+// How many of the lowest bits are set before the first that is not.
+GPU_INLINE int trailing_ones(uint64_t word) { return ~word == 0 ? 64 : lowest_bit(~word); }
+
 // Arithmetic whose bits matter.
 GPU_INLINE float fma(float a, float b, float c) {
 #if LOCKSTEP_GPU_SIMT
@@ -166,6 +169,9 @@ GPU_INLINE float fma(float a, float b, float c) {
   return fmaf(a, b, c);
 #endif
 }
+
+// x * by, which keeps the sign of a NaN x; a GPU's own product does not.
+GPU_INLINE float scaled(float x, float by) { return x == x ? x * by : x; }
 
 // A piece of the block's shared memory. Vectors of N elements lie at multiples of N * sizeof(T) bytes.
 template <typename T, int N>

@@ -4,8 +4,6 @@
 // T = 8192, where the gradients themselves take 0.2 ms). Then a block owns a run of equal ids and a slice of columns, and walks the run in ascending t. Only rows
 // of the table that occur are touched, whatever V. Floor: T * n * D * 4 bytes / 4 TB/s.
 
-#include <bit>
-
 #include "ops/elements_gpu.h"
 #include "ops/embed/embed_cpu.h"
 
@@ -67,7 +65,7 @@ GPU_KERNEL embed_backward_kernel(float* dtable, int64_t dtable_stride, int64_t f
   int64_t end = begin;
   for (int count = kWave; count == kWave; end += count) {
     const int64_t at = end + lane();
-    count = std::countr_one(static_cast<uint64_t>(ballot(at < rows && sorted[at] == id)));
+    count = trailing_ones(ballot(at < rows && sorted[at] == id));
   }
   const int64_t column = static_cast<int64_t>(block_y()) * kColumnsABlock + thread_x() * kColumns;
   if (column >= width) return;

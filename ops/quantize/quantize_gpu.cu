@@ -62,7 +62,7 @@ template <typename Code, typename T>
 GPU_INLINE void write_codes(uint8_t* row, int64_t at, const Elements<T>& x, int count, float inverse, bool aligned) {
   Elements<uint8_t> codes = {};
   for (int i = 0; i < kPiece; ++i)
-    if (i < count) codes.v[i] = encode<Code>(to_f32(x.v[i]) * inverse);
+    if (i < count) codes.v[i] = encode<Code>(scaled(to_f32(x.v[i]), inverse));
   if constexpr (kPacked<Code>) {
     Vector<uint8_t, kPiece / 2> pairs;
     for (int i = 0; i < kPiece / 2; ++i) pairs.v[i] = static_cast<uint8_t>(codes.v[2 * i] | codes.v[2 * i + 1] << 4);
