@@ -2,8 +2,8 @@
 // rows. A warpgroup gathers them into shared memory, two pieces in flight, in the layout that the matrix unit reads both ways: along channels for the logits, across
 // for the outputs. Two warpgroups multiply; each has all logits of a piece, so neither waits for the other, and half of the output's channels in registers.
 //
-// Per piece: S = q . rows^T in f32 (k16 steps, channels ascending); l = scale S; m' = max(m, l); e = exp_f32(l - m'); o = o exp_f32(m - m') + bf16(e) . rows;
-// the sum adds e in f32. The sink comes last, then one division and one rounding. What lies beyond the list's end has l = -inf and a row of zeros.
+// Per piece: S = q . rows^T in f32 (k16 steps, channels ascending); m' = max(m, scale S); e = exp_f32(fma(S, scale, -m')); o = o exp_f32(m - m') + bf16(e) . rows;
+// the sum adds e in f32. The sink comes last, then one division and one rounding. What lies beyond the list's end has S = -inf and a row of zeros.
 //
 // Row contract: pieces begin at multiples of 64 in the query's own list, whatever else the call holds; heads beyond the tile's last are zeros that no other row sees.
 //
