@@ -28,7 +28,9 @@ GPU_INLINE Piece piece_of_thread(int64_t rows, int64_t n, int64_t padded) {
   return piece_at(static_cast<int64_t>(block_x()) * block_dim() + thread_x(), rows, n, padded);
 }
 GPU_INLINE Piece piece_of_thread(int64_t rows, int64_t n) { return piece_of_thread(rows, n, n); }
-inline Grid grid_of_pieces(int64_t rows, int64_t n) { return {.blocks = blocks_for(rows * blocks_for(n, kPiece), kElementThreads), .threads = kElementThreads}; }
+inline Grid grid_of_pieces(int64_t rows, int64_t n) {
+  return {.blocks = blocks_for(rows * blocks_for(n, kPiece), kElementThreads), .threads = kElementThreads};
+}
 
 // A piece in registers; what is past its count is zero.
 template <typename T>

@@ -1,8 +1,8 @@
 // Forward: a thread reads one piece of a table row and writes it into every stream. Floor: T * n * D elements written and T * D read / 4 TB/s.
 //
 // Backward: a stable order of the tokens by id is built first, by counting for each token how many come before it (T^2 comparisons of i32: 10 us at
-// T = 8192, where the gradients themselves take 0.2 ms). Then a block owns a run of equal ids and a slice of columns, and walks the run in ascending t. Only rows
-// of the table that occur are touched, whatever V. Floor: T * n * D * 4 bytes / 4 TB/s.
+// T = 8192, where the gradients themselves take 0.2 ms). Then a block owns a run of equal ids and a slice of columns, and walks the run in ascending t. Only
+// rows of the table that occur are touched, whatever V. Floor: T * n * D * 4 bytes / 4 TB/s.
 
 #include "ops/elements_gpu.h"
 #include "ops/embed/embed_cpu.h"

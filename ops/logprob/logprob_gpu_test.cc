@@ -79,7 +79,8 @@ TEST(LogprobGpu, BackwardHasTheCpusBits) {
                      dlogprob = random_tensor(5, DType::f32, {rows}), dentropy = random_tensor(6, DType::f32, {rows});
         const TensorView glogits = gpu.put(logits);
         const auto optional = [&](const Tensor& t) { return with_entropy ? gpu.put(t) : TensorView(); };
-        device::row_backward(gpu, glogits, gpu.put(dlogprob), optional(dentropy), gpu.put(target), gpu.put(temperature), gpu.put(lse), optional(entropy), first);
+        device::row_backward(gpu, glogits, gpu.put(dlogprob), optional(dentropy), gpu.put(target), gpu.put(temperature), gpu.put(lse), optional(entropy),
+                             first);
         for (int64_t r = 0; r < rows; ++r)
           simd::row_backward(logits.view().row<float>(r), vocab,
                              {.target = target.ptr<int32_t>()[r] - first,
@@ -97,7 +98,8 @@ TEST(LogprobGpu, SelectLogprobHasTheCpusBits) {
   CpuContext cpu;
   testing::Gpu gpu;
   const int64_t rows = 11, width = 24, vocab = 130;
-  const Tensor hidden = random_tensor(1, DType::f32, {rows, width}, 2.0f), head = random_tensor(2, DType::f32, {vocab, width}), temperature = temperatures(rows);
+  const Tensor hidden = random_tensor(1, DType::f32, {rows, width}, 2.0f), head = random_tensor(2, DType::f32, {vocab, width}),
+               temperature = temperatures(rows);
   const Tensor target = testing::random_ints(3, {rows}, static_cast<int32_t>(vocab)), dlogprob = random_tensor(4, DType::f32, {rows}),
                dentropy = random_tensor(5, DType::f32, {rows});
   struct Results {

@@ -226,8 +226,8 @@ GPU_KERNEL quant_stats_kernel(int64_t* counts, Codes codes, Scales scales, const
 }
 
 // One block of `to` a thread block, by the rule of reference::recode_block.
-GPU_KERNEL recode_kernel(Codes to, Scales to_scales, uint8_t* lossy, int64_t lossy_stride, int64_t block_rows, int64_t block_cols, Codes from, Scales from_scales,
-                         int64_t sub_cols, Matrix m) {
+GPU_KERNEL recode_kernel(Codes to, Scales to_scales, uint8_t* lossy, int64_t lossy_stride, int64_t block_rows, int64_t block_cols, Codes from,
+                         Scales from_scales, int64_t sub_cols, Matrix m) {
   SharedMemory memory;
   const auto shared = memory.take<uint32_t>(2 * kTileThreads / kWave);
   const int64_t blocks = (m.cols + block_cols - 1) / block_cols, i = block_x() / blocks, j = block_x() - i * blocks;
@@ -298,8 +298,8 @@ void quantize_as(Context& c, const QuantView& q, const ConstTensorView& x, float
   if (q.block_rows == 1 && q.block_cols == 128) return rows(quantize_rows_kernel<Code, T, 16>);
   if (q.block_rows == 1 && q.block_cols == 64) return rows(quantize_rows_kernel<Code, T, 8>);
   if (q.block_rows == 1 && q.block_cols == 32) return rows(quantize_rows_kernel<Code, T, 4>);
-  launch(c, "quantize_tiles", {.blocks = q.scales.shape.elements(), .threads = kTileThreads, .shared_bytes = kTileShared}, quantize_tiles_kernel<Code, T>, codes,
-         scales, x.ptr<T>(), x.row_stride, q.block_rows, q.block_cols, m, amax_floor, given_scales);
+  launch(c, "quantize_tiles", {.blocks = q.scales.shape.elements(), .threads = kTileThreads, .shared_bytes = kTileShared}, quantize_tiles_kernel<Code, T>,
+         codes, scales, x.ptr<T>(), x.row_stride, q.block_rows, q.block_cols, m, amax_floor, given_scales);
 }
 
 }  // namespace

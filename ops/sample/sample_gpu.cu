@@ -1,8 +1,9 @@
-// Rows without a filter, the common case: row_stats as select_logprob takes them, then the weights of each of the vocabulary's chunks by 16 threads, then a wave a
-// row that finds the chunk and, in it, the token. Three reads of the logits; floor 3 * R * V * 4 bytes / 4 TB/s, of which all but the first are L2's for R up to 80.
+// Rows without a filter, the common case: row_stats as select_logprob takes them, then the weights of each of the vocabulary's chunks by 16 threads, then a
+// wave a row that finds the chunk and, in it, the token. Three reads of the logits; floor 3 * R * V * 4 bytes / 4 TB/s, of which all but the first are L2's for
+// R up to 80.
 //
-// Rows with a filter or a forbidden id: a thread block each. Ids are ordered by one integer that holds both y and the id, so top-k and top-p are a search for the
-// least integer that is kept: digit by digit, by the counts or weights of the ids that share the digits found so far, until one is left.
+// Rows with a filter or a forbidden id: a thread block each. Ids are ordered by one integer that holds both y and the id, so top-k and top-p are a search for
+// the least integer that is kept: digit by digit, by the counts or weights of the ids that share the digits found so far, until one is left.
 
 #include <bit>
 #include <limits>
@@ -208,8 +209,8 @@ inline constexpr size_t kFilterShared = (kReduceWords + 2 * kGroupWords) * sizeo
 
 // A thread block a row of `which`.
 GPU_KERNEL GPU_BOUNDS(kFilterThreadsMax)
-filter_kernel(int32_t* token, float* logprob, const int32_t* which, const Row* params, const float* logits, int64_t stride, uint32_t* keys, float* es, int32_t* ids,
-              int64_t vocab) {
+filter_kernel(int32_t* token, float* logprob, const int32_t* which, const Row* params, const float* logits, int64_t stride, uint32_t* keys, float* es,
+              int32_t* ids, int64_t vocab) {
   SharedMemory memory;
   const FilterRow s = {keys + block_x() * vocab, es + block_x() * vocab, ids + block_x() * vocab, vocab, memory.take<uint64_t>(kReduceWords)};
   const auto starts = memory.take<uint64_t>(kGroupWords), before = memory.take<uint64_t>(kGroupWords);
@@ -343,8 +344,8 @@ void sample(Context& c, TensorView token, TensorView logprob, ConstTensorView lo
   int32_t* const ids = c.workspace->tensor(DType::i32, {scratch_rows, vocab}, "sample ids").ptr<int32_t>();
   const int threads = vocab < 8192 ? 128 : kFilterThreadsMax;
   for (int64_t first = 0; first < num_filtered; first += kRowsAtOnce)
-    launch(c, "sample_filter", {.blocks = std::min(kRowsAtOnce, num_filtered - first), .threads = threads, .shared_bytes = kFilterShared}, filter_kernel, tokens,
-           logprobs, which + first, device_params, logits.ptr<float>(), logits.row_stride, keys, es, ids, vocab);
+    launch(c, "sample_filter", {.blocks = std::min(kRowsAtOnce, num_filtered - first), .threads = threads, .shared_bytes = kFilterShared}, filter_kernel,
+           tokens, logprobs, which + first, device_params, logits.ptr<float>(), logits.row_stride, keys, es, ids, vocab);
 }
 
 }  // namespace lockstep::device

@@ -16,7 +16,8 @@ using testing::count_bit_differences;
 using testing::random_tensor;
 using testing::Tensor;
 
-void compare(Context& cpu, testing::Gpu& gpu, ConstTensorView logits, ConstTensorView glogits, const std::vector<SampleParams>& params, const std::string& what) {
+void compare(Context& cpu, testing::Gpu& gpu, ConstTensorView logits, ConstTensorView glogits, const std::vector<SampleParams>& params,
+             const std::string& what) {
   const int64_t rows = logits.rows();
   const Tensor token(DType::i32, {rows}), logprob(DType::f32, {rows});
   const TensorView gtoken = gpu.put(token), glogprob = gpu.put(logprob);
