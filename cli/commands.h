@@ -142,6 +142,17 @@ struct InspectArgs {
 int inspect_command(const InspectArgs& args);
 int settings_command();
 
+struct GatesArgs {
+  std::string config;        // RUN.toml, or empty
+  std::string model_config;  // config.json, for random weights
+  std::string checkpoint;    // checkpoint or run directory
+  int64_t tokens = 100000;
+  std::vector<std::string> numerics = {"f32", "bf16", "fp8"};
+  std::string out;  // JSON; empty: none
+  std::vector<std::string> overrides;
+};
+int gates_command(const GatesArgs& args);
+
 struct VerifyArgs {
   std::vector<std::string> golden;
   std::string mode = "f32", device = "cpu";

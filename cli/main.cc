@@ -235,6 +235,17 @@ int run(int argc, char** argv) {
   v->add_flag("--json", verify.json, "Print one JSON object a file");
   v->callback([&] { exit_code = verify_command(verify); });
 
+  GatesArgs gates;
+  CLI::App* a = app.add_subcommand("gates", "Sampler against trainer, bit by bit: the exactness gates, and controls that must fail");
+  a->add_option("RUN.toml", gates.config, "Settings; without it a small model with random weights");
+  a->add_option("--config", gates.model_config, "config.json of another model, with random weights");
+  a->add_option("--checkpoint", gates.checkpoint, "Checkpoint or run directory");
+  a->add_option("--tokens", gates.tokens, "Tokens that each gate compares at least")->check(CLI::Range(int64_t{500}, int64_t{1} << 30))->capture_default_str();
+  a->add_option("--numerics", gates.numerics, "Which, separated by commas")->delimiter(',')->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}))->capture_default_str();
+  a->add_option("--out", gates.out, "Write the results to this file, as JSON");
+  a->add_option("--set", gates.overrides, "Override one setting, such as parallel.pp=2")->allow_extra_args(false);
+  a->callback([&] { exit_code = gates_command(gates); });
+
   PlanArgs plan;
   CLI::App* p = app.add_subcommand("plan", "Whether a model fits onto devices under a layout, what ranks tell each other, how long a step takes at least");
   const auto count = [&](const char* name, int64_t& value, const char* help) { p->add_option(name, value, help)->check(CLI::Range(int64_t{1}, int64_t{1} << 24)); };
