@@ -153,6 +153,14 @@ struct GatesArgs {
 };
 int gates_command(const GatesArgs& args);
 
+struct CheckWeightsArgs {
+  std::string checkpoint;  // checkpoint or run directory
+  std::string numerics;    // of the sampler; empty: the checkpoint's settings
+  std::string server;      // http://HOST:PORT; empty: a sampler of this process
+  std::string key_file;
+};
+int check_weights_command(const CheckWeightsArgs& args);
+
 struct VerifyArgs {
   std::vector<std::string> golden;
   std::string mode = "f32", device = "cpu";

@@ -246,6 +246,14 @@ int run(int argc, char** argv) {
   a->add_option("--set", gates.overrides, "Override one setting, such as parallel.pp=2")->allow_extra_args(false);
   a->callback([&] { exit_code = gates_command(gates); });
 
+  CheckWeightsArgs check_weights;
+  CLI::App* w = app.add_subcommand("check-weights", "Are the weights that a sampler reads, de-quantised, the trainer's export bit for bit?");
+  w->add_option("CHECKPOINT", check_weights.checkpoint, "Checkpoint or run directory")->required();
+  w->add_option("--numerics", check_weights.numerics, "Of the sampler; without it the checkpoint's settings")->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}));
+  CLI::Option* serving_at = w->add_option("--server", check_weights.server, "Ask the `lockstep serve` at this URL, instead of loading a sampler");
+  w->add_option("--key-file", check_weights.key_file, "File with the server's key, sent as a bearer token")->needs(serving_at);
+  w->callback([&] { exit_code = run_alone("check-weights", [&] { return check_weights_command(check_weights); }); });
+
   PlanArgs plan;
   CLI::App* p = app.add_subcommand("plan", "Whether a model fits onto devices under a layout, what ranks tell each other, how long a step takes at least");
   const auto count = [&](const char* name, int64_t& value, const char* help) { p->add_option(name, value, help)->check(CLI::Range(int64_t{1}, int64_t{1} << 24)); };

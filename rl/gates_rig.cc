@@ -75,7 +75,7 @@ Workload make_workload(const ModelConfig& m, int64_t tokens, uint64_t seed) {
   Workload w;
   for (const int64_t length : kLengths)
     if (length <= tokens / 4 && length < m.max_positions) w.lengths.push_back(length);
-  if (w.lengths.size() == 1) w.lengths.insert(w.lengths.begin(), std::min(tokens / 4, m.max_positions / 2));
+  if (w.lengths.size() == 1) w.lengths.insert(w.lengths.begin(), std::max<int64_t>(2, std::min(tokens / 4, m.max_positions / 2)));
   const auto pairs = static_cast<int64_t>((w.lengths.size() - 1) * std::size(kTemperatures));
   const int64_t share = (tokens + pairs - 1) / pairs;
 
