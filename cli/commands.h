@@ -148,7 +148,8 @@ struct GatesArgs {
   std::string checkpoint;    // checkpoint or run directory
   int64_t tokens = 100000;
   std::vector<std::string> numerics = {"f32", "bf16", "fp8"};
-  std::string out;  // JSON; empty: none
+  std::vector<std::string> only;  // empty: all gates
+  std::string out;                // JSON; empty: none
   std::vector<std::string> overrides;
 };
 int gates_command(const GatesArgs& args);

@@ -44,6 +44,7 @@ Result<GatesOptions> gates_options(const GatesArgs& args) {
     for (const std::string& name : args.numerics)
       if (name == numerics_name(n)) o.numerics.push_back(n);
   o.tokens = args.tokens;
+  o.only = args.only;
   o.seed = static_cast<uint64_t>(config.values.run.seed);
   o.threads = config.values.run.threads;
   o.parallel = config.values.parallel;

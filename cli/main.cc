@@ -21,6 +21,7 @@
 #include "cli/names.h"
 #include "model/checkpoint_layout.h"
 #include "rl/arithmetic.h"
+#include "rl/gates.h"
 #include "rl/grader/grader.h"
 
 namespace lockstep {
@@ -242,6 +243,9 @@ int run(int argc, char** argv) {
   a->add_option("--checkpoint", gates.checkpoint, "Checkpoint or run directory");
   a->add_option("--tokens", gates.tokens, "Tokens that each gate compares at least")->check(CLI::Range(int64_t{500}, int64_t{1} << 30))->capture_default_str();
   a->add_option("--numerics", gates.numerics, "Which, separated by commas")->delimiter(',')->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}))->capture_default_str();
+  a->add_option("--only", gates.only, "These gates, separated by commas, such as G1,G7")
+      ->delimiter(',')
+      ->check(CLI::IsMember(std::vector<std::string>(std::begin(kGateNames), std::end(kGateNames))));
   a->add_option("--out", gates.out, "Write the results to this file, as JSON");
   a->add_option("--set", gates.overrides, "Override one setting, such as parallel.pp=2")->allow_extra_args(false);
   a->callback([&] { exit_code = gates_command(gates); });

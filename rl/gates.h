@@ -28,11 +28,14 @@ struct GatesOptions {
   PolicyOptions model;  // init empty: gates_config() with uneven random weights. Its numerics are those of `numerics` in turn
   std::vector<Numerics> numerics = {Numerics::f32, Numerics::bf16, Numerics::fp8};
   int64_t tokens = kGateTokens;  // that each comparison has at least; response lengths over a quarter of it are left out
+  std::vector<std::string> only = {};  // "G7": these gates; empty: all
   uint64_t seed = 1;
   int64_t threads = 0;
   ParallelOptions parallel;
   OptimizerConfig optimizer;  // of the updates; G9 takes lr 0
 };
+
+inline constexpr const char* kGateNames[] = {"G1", "G2", "G3", "G4", "G5", "G6", "G7", "G8", "G9", "G10"};
 
 enum class Verdict : uint8_t { pass, fail, not_run };
 const char* verdict_name(Verdict verdict);

@@ -90,7 +90,7 @@ Result<std::optional<WeightDifference>> find_difference(Client& client, const Te
 }  // namespace
 
 std::string checksums_json(Context& c, const Weights& served, std::string_view weight_version) {
-  std::string out = fmt::format("{{\"weight_version\":");
+  std::string out = "{\"weight_version\":";
   append_json_string(&out, weight_version);
   out += fmt::format(",\"numerics\":\"{}\",\"tensors\":[", numerics_name(served.numerics()));
   for (const TensorSpec& spec : served.table()) {
@@ -114,7 +114,9 @@ std::string row_bits_json(Context& c, const Weights& served, int id, int64_t row
   const ArenaScope scope(*c.workspace);
   const TensorView numbers = box_numbers(c, served.table()[static_cast<size_t>(id)]);
   served_numbers(c, served, id, numbers);
-  return JsonLine().add("bits", std::span(numbers.row<int32_t>(row), static_cast<size_t>(numbers.dim(1)))).str();
+  std::vector<int32_t> bits;
+  for (int64_t k = 0; k < numbers.dim(1); ++k) bits.push_back(std::bit_cast<int32_t>(numbers.row<float>(row)[k]));
+  return JsonLine().add("bits", std::span<const int32_t>(bits)).str();
 }
 
 Result<ServedWeights> compare_served_weights(Context& c, const WeightsServer& server, const ModelConfig& config, const ReadBox& masters) {
