@@ -1,6 +1,8 @@
 // lockstep check-weights: what a sampler would read, or a server does read, against what the trainer of a checkpoint exports.
 
-#include <cstdio>
+#include <algorithm>
+
+#include <fmt/core.h>
 
 #include "cli/console.h"
 #include "model/checkpoint_io.h"
@@ -35,7 +37,8 @@ Result<ServedWeights> compare_transferred(const Source& source, const CheckWeigh
   PolicyOptions model = source.config.model;
   for (const Numerics n : kAllNumerics)
     if (args.numerics == numerics_name(n)) model.sampler = static_cast<SamplerNumerics>(static_cast<int>(n) + 1);
-  if (!can_follow(model.numerics, model.sampler_numerics())) model.numerics = Numerics::f32;  // the masters decide what the sampler gets, not how they are trained
+  // The masters decide what the sampler gets, not how they are trained.
+  if (!can_follow(model.numerics, model.sampler_numerics())) model.numerics = Numerics::f32;
   PolicyUse use{.threads = static_cast<int>(source.config.run.threads), .sample = true, .train = true, .apart = true, .text = false};
   use.engine = {.max_running = 1, .max_batch_tokens = 16, .max_context = std::min<int64_t>(source.model.max_positions, 16)};
   use.actor.max_tokens_per_microbatch = 16;
@@ -57,20 +60,21 @@ int check_weights_command(const CheckWeightsArgs& args) {
   const Result<std::string> key = read_key(args.key_file);
   if (!key) return fail(kExitBadInput, key.status());
   CpuContext c(1);
-  const Result<ServedWeights> served = args.server.empty() ? compare_transferred(source.value(), args)
-                                                           : compare_served_weights(c, {args.server, key.value()}, source.value().model, source.value().masters);
+  const Source& s = source.value();
+  const Result<ServedWeights> served =
+      args.server.empty() ? compare_transferred(s, args) : compare_served_weights(c, {args.server, key.value()}, s.model, s.masters);
   if (!served) return fail(kExitBadInput, served.status());
   const WeightsComparison& r = served.value().comparison;
   const std::string where = args.server.empty() ? "the sampler" : fmt::format("{}, weight version {}", args.server, served.value().version);
   if (!args.server.empty() && !args.numerics.empty() && args.numerics != numerics_name(served.value().numerics))
     return fail(kExitFailure, errorf("{} serves in {}, not in {}", where, numerics_name(served.value().numerics), args.numerics));
   if (r.different > 0) {
-    std::printf("check-weights: DIFFERENT in %lld of %lld tensors of %s in %s; first %s\n", static_cast<long long>(r.different), static_cast<long long>(r.tensors),
-                where.c_str(), numerics_name(served.value().numerics), r.first->str().c_str());
+    fmt::print("check-weights: DIFFERENT in {} of {} tensors of {} in {}; first {}\n", r.different, r.tensors, where, numerics_name(served.value().numerics),
+               r.first->str());
     return kExitFailure;
   }
-  std::printf("check-weights: all %lld numbers of %lld tensors of %s in %s equal the trainer's export bit for bit\n", static_cast<long long>(r.numbers),
-              static_cast<long long>(r.tensors), where.c_str(), numerics_name(served.value().numerics));
+  fmt::print("check-weights: all {} numbers of {} tensors of {} in {} equal the trainer's export bit for bit\n", r.numbers, r.tensors, where,
+             numerics_name(served.value().numerics));
   return kExitOk;
 }
 

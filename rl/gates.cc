@@ -53,7 +53,8 @@ void shuffle(Philox& random, std::vector<int64_t>& v) {
 // The gates in one numerics, in order; each leaves what the next ones need.
 class Column {
  public:
-  Column(const GatesOptions& o, Numerics numerics, const ModelConfig& config, const Hooks& hooks, RankWorld* world, const std::function<void(GateResult)>& report)
+  using Report = std::function<void(GateResult)>;
+  Column(const GatesOptions& o, Numerics numerics, const ModelConfig& config, const Hooks& hooks, RankWorld* world, const Report& report)
       : o_(o), numerics_(numerics), config_(config), hooks_(hooks), world_(world), report_(report), work_(make_workload(config, o.tokens, o.seed)) {}
 
   Status run() {
@@ -81,7 +82,9 @@ class Column {
 
  private:
   bool wants(const char* gate) const { return wants_gate(o_, gate); }
-  Result<std::unique_ptr<Rig>> make_rig(const ParallelOptions& parallel, float lr) const { return Rig::make(o_, numerics_, parallel, lr, work_.context, world_); }
+  Result<std::unique_ptr<Rig>> make_rig(const ParallelOptions& parallel, float lr) const {
+    return Rig::make(o_, numerics_, parallel, lr, work_.context, world_);
+  }
   Workload smaller(int64_t parts, uint64_t seed) const { return make_workload(config_, std::max<int64_t>(o_.tokens / parts, 4), seed); }
 
   void put(const char* gate, std::string what, const Tally& t) {
@@ -187,7 +190,8 @@ class Column {
 
   Status prefix_cache() {
     uint64_t cached = 0;
-    const Result<std::vector<Completion>> words = rig_->sample_with({.max_running = 64, .max_batch_tokens = 512, .cache_slots = 16}, work_.requests, 2, &cached);
+    const EngineOptions options = {.max_running = 64, .max_batch_tokens = 512, .cache_slots = 16};
+    const Result<std::vector<Completion>> words = rig_->sample_with(options, work_.requests, 2, &cached);
     if (!words) return words.status();
     Tally tally;
     tally.add(words_, words.value());
@@ -273,7 +277,7 @@ class Column {
   const ModelConfig& config_;
   const Hooks& hooks_;
   RankWorld* const world_;
-  const std::function<void(GateResult)>& report_;
+  const Report& report_;
   const Workload work_;
   std::unique_ptr<Rig> rig_;
   std::vector<Completion> words_;  // of the last sample_and_compare()
@@ -291,7 +295,8 @@ const char* verdict_name(Verdict verdict) {
 }
 
 std::string GateResult::str() const {
-  std::string text = fmt::format("{:<3}  {:<4}  {:>8} tokens  {:>8} different  {:<4}  {}", gate, numerics_name(numerics), tokens, different, verdict_name(verdict), what);
+  std::string text = fmt::format("{:<3}  {:<4}  {:>8} tokens  {:>8} different  {:<4}  {}", gate, numerics_name(numerics), tokens, different,
+                                 verdict_name(verdict), what);
   if (!note.empty()) text += ": " + note;
   return text;
 }
@@ -340,7 +345,7 @@ Result<std::vector<GateResult>> run_gates(const GatesOptions& options, const Hoo
   const Result<ModelConfig> config = find_model_config(o.model);
   LOCKSTEP_RETURN_IF_ERROR(Peers(world).agree(config.status(), "config"));
   std::vector<GateResult> results;
-  const std::function<void(GateResult)> report = [&](GateResult r) {
+  const Column::Report report = [&](GateResult r) {
     if (on_result) on_result(r);
     results.push_back(std::move(r));
   };

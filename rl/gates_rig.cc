@@ -123,7 +123,8 @@ std::vector<TrainSample> train_samples(const Workload& w, std::span<const Comple
   return samples;
 }
 
-Result<std::unique_ptr<Rig>> Rig::make(const GatesOptions& o, Numerics numerics, const ParallelOptions& parallel, float lr, int64_t context, RankWorld* world) {
+Result<std::unique_ptr<Rig>> Rig::make(const GatesOptions& o, Numerics numerics, const ParallelOptions& parallel, float lr, int64_t context,
+                                       RankWorld* world) {
   std::unique_ptr<Rig> rig(new Rig(world, o, context));
   rig->numerics_ = numerics;
   PolicyOptions model = o.model;
@@ -183,7 +184,8 @@ Status Rig::update(std::span<const TrainSample> samples, const std::function<voi
   return policy_->sync().status();
 }
 
-Result<std::vector<TokenLogprobs>> Rig::logprobs_of(const std::function<void(Weights&)>& damage, std::span<const TrainSample> samples, int64_t microbatch_tokens) {
+Result<std::vector<TokenLogprobs>> Rig::logprobs_of(const std::function<void(Weights&)>& damage, std::span<const TrainSample> samples,
+                                                    int64_t microbatch_tokens) {
   const ModelConfig& m = policy_->config();
   Arena arena("another trainer's weights", kReserve);
   Weights weights(m, numerics_, groups_ ? groups_->trainer_shard() : whole_shard(m), arena);

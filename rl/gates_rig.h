@@ -30,7 +30,8 @@ std::vector<TrainSample> train_samples(const Workload& workload, std::span<const
 class Rig {
  public:
   // All ranks of `world` (null: alone). context: of the longest workload. `lr` replaces that of o.optimizer.
-  static Result<std::unique_ptr<Rig>> make(const GatesOptions& o, Numerics numerics, const ParallelOptions& parallel, float lr, int64_t context, RankWorld* world);
+  static Result<std::unique_ptr<Rig>> make(const GatesOptions& o, Numerics numerics, const ParallelOptions& parallel, float lr, int64_t context,
+                                           RankWorld* world);
 
   Policy& policy() { return *policy_; }
   Actor& actor() { return policy_->actor(); }

@@ -1,7 +1,7 @@
 #pragma once
-// Whether the weights that the forward reads are those that the trainer exports, number by number (rl spec 20.3): "bytes arrived" is not success. What serves is
-// read where the forward reads it, from panels, and de-quantised as the kernels do; what was exported is the f32 master, rounded or quantised in plain loops.
-// Compared are numbers at their places in the model, so neither layout nor packing can give a false alarm.
+// Whether the weights that the forward reads are those that the trainer exports, number by number (rl spec 20.3): "bytes arrived" is not success. What
+// serves is read where the forward reads it, from panels, and de-quantised as the kernels do; what was exported is the f32 master, rounded, or quantised
+// and de-quantised in plain loops. Compared are numbers at their places in the model, so neither layout nor packing can give a false alarm.
 
 #include <cstdint>
 #include <optional>

@@ -60,7 +60,8 @@ TEST(WeightsCheck, OneFlippedBitIsNamed) {
     for (const Plant& p : {Plant{"embed.weight", "embed.weight", 7, 3, 7}, {"layers.1.attn.wkv.weight", "layers.1.attn.wkv.weight", 15, 31, 15},
                            {"layers.2.attn.wo_a.weight", "layers.2.attn.wo_a.weight", 17, 9, 17},
                            {"layers.0.ffn.experts.*.w2.weight", "layers.0.ffn.experts.3.w2.weight", 3 * 32 + 20, 5, 20},
-                           {"layers.1.attn_norm.weight", "layers.1.attn_norm.weight", 30, 0, 30}, {"layers.0.ffn.gate.tid2eid", "layers.0.ffn.gate.tid2eid", 39, 1, 39}}) {
+                           {"layers.1.attn_norm.weight", "layers.1.attn_norm.weight", 30, 0, 30},
+                           {"layers.0.ffn.gate.tid2eid", "layers.0.ffn.gate.tid2eid", 39, 1, 39}}) {
       SCOPED_TRACE(fmt::format("{} {}", numerics_name(n), p.tensor));
       Served s(n, whole_shard(m));
       s.flip(p.tensor, p.row, p.column);
