@@ -37,6 +37,7 @@ Result<ServedWeights> compare_transferred(const Source& source, const CheckWeigh
   PolicyOptions model = source.config.model;
   for (const Numerics n : kAllNumerics)
     if (args.numerics == numerics_name(n)) model.sampler = static_cast<SamplerNumerics>(static_cast<int>(n) + 1);
+  model.device = Device::cpu;  // where a sampler may have weights of its own
   // The masters decide what the sampler gets, not how they are trained.
   if (!can_follow(model.numerics, model.sampler_numerics())) model.numerics = Numerics::f32;
   PolicyUse use{.threads = static_cast<int>(source.config.run.threads), .sample = true, .train = true, .apart = true, .text = false};

@@ -9,7 +9,7 @@
 //   G4  prefill chunks                       G9  20 steps with lr = 0
 //   G5  prefix cache                         G10 one flipped weight bit, one flipped routing id
 //
-// The sampler has weights of its own and gets every version by transfer, so that the two sides can differ at all.
+// The sampler has weights of its own and gets every version by transfer, so that the two sides can differ at all; on a GPU it reads the trainer's.
 
 #include <cstdint>
 #include <functional>

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <iterator>
 #include <tuple>
 
+#include "core/device.h"
 #include "core/formats.h"
 #include "core/rng.h"
 #include "model/state.h"
@@ -50,11 +50,13 @@ float stored_number(ConstTensorView v, int64_t row, int64_t column) {
 void flip_weight_bit(Context& c, Weights& weights) {
   for (const TensorSpec& spec : weights.table()) {
     if (!spec.held() || spec.name != damaged_tensor(weights.config())) continue;
-    const TensorView rows = weights.rows(spec.id);
+    const ArenaScope scope(*c.host);
+    const TensorView rows = host_copy(c, weights.rows(spec.id));
     int64_t largest = 0;
     for (int64_t k = 1; k < rows.dim(1); ++k)
       if (std::abs(stored_number(rows, 0, k)) > std::abs(stored_number(rows, 0, largest))) largest = k;
     static_cast<unsigned char*>(rows.data)[static_cast<size_t>(largest) * dtype_bytes(rows.dtype)] ^= 1;  // little-endian: of the mantissa
+    upload(c, weights.rows(spec.id), rows);
     weights.commit(c, weights.version());
   }
 }
@@ -130,7 +132,8 @@ Result<std::unique_ptr<Rig>> Rig::make(const GatesOptions& o, Numerics numerics,
   PolicyOptions model = o.model;
   model.numerics = numerics;
   model.sampler = SamplerNumerics::same;
-  PolicyUse use{.seed = o.seed, .threads = rig->peers_.threads(o.threads), .sample = true, .train = true, .apart = true, .text = false};
+  PolicyUse use{.seed = o.seed, .threads = rig->peers_.threads(o.threads), .sample = true, .train = true, .text = false};
+  use.apart = model.device == Device::cpu;
   use.engine = {.max_running = 64, .max_batch_tokens = 512, .max_context = context};
   use.optimizer = o.optimizer;
   use.optimizer.lr = lr;
@@ -165,7 +168,7 @@ Result<std::vector<Completion>> Rig::run(Engine& engine, std::span<const Request
 
 Result<std::vector<Completion>> Rig::sample_with(EngineOptions options, std::span<const Request> requests, int times, uint64_t* cached) {
   options.max_context = context_;
-  Arena arena("another engine's state", kReserve);
+  Arena arena("another engine's state", kReserve, options_.model.device);
   Engine engine(policy_->context(), policy_->model(), options, arena);
   Result<std::vector<Completion>> words = run(engine, requests);
   for (int i = 1; i < times && words; ++i) words = run(engine, requests);
@@ -187,11 +190,10 @@ Status Rig::update(std::span<const TrainSample> samples, const std::function<voi
 Result<std::vector<TokenLogprobs>> Rig::logprobs_of(const std::function<void(Weights&)>& damage, std::span<const TrainSample> samples,
                                                     int64_t microbatch_tokens) {
   const ModelConfig& m = policy_->config();
-  Arena arena("another trainer's weights", kReserve);
+  Arena arena("another trainer's weights", kReserve, options_.model.device);
   Weights weights(m, numerics_, groups_ ? groups_->trainer_shard() : whole_shard(m), arena);
   const auto copy_master = [&](const TensorSpec& spec, const Box&, TensorView out) {
-    const ConstTensorView master = matrix_view(actor().master(spec.id));
-    std::memcpy(out.data, master.data, master.bytes());
+    download(policy_->context(), out, matrix_view(actor().master(spec.id)));
     return Status::ok();
   };
   LOCKSTEP_RETURN_IF_ERROR(weights.load(policy_->context(), copy_master, policy_->weights().version()));

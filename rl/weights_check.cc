@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "core/device.h"
 #include "core/formats.h"
 #include "ops/cast/cast.h"
 #include "ops/matmul/matmul.h"
@@ -36,12 +37,21 @@ void dequantize_by_grid(Context& c, TensorView out, ConstTensorView codes, Const
 void served_numbers(Context& c, const Weights& served, int id, TensorView out) {
   const TensorSpec& spec = served.table()[static_cast<size_t>(id)];
   const WeightView& w = served.view(id);
-  if (spec.has_panels()) return unpack_panels(c, out.reshape(spec.weight_shape()), w);
-  if (w.rows.dtype == DType::i32) return ids_as_numbers(out, w.rows);
-  cast(c, out, matrix_view(w.rows));
+  if (!w.panels.empty()) return unpack_panels(c, out.reshape(spec.weight_shape()), w);
+  const ArenaScope scope(*c.host);
+  CpuContext cpu;
+  const ConstTensorView rows = matrix_view(on_host(c, w.rows));
+  if (rows.dtype == DType::i32) {
+    ids_as_numbers(out, rows);
+  } else if (w.quantized()) {
+    dequantize_by_grid(cpu, out, rows, matrix_view(on_host(c, w.scales)), w.row_grid, w.col_grid);
+  } else {
+    cast(cpu, out, rows);
+  }
 }
 
-Status exported_numbers(Context& c, const TensorSpec& spec, Numerics n, const ReadBox& masters, TensorView out) {
+Status exported_numbers(CpuContext& cpu, const TensorSpec& spec, Numerics n, const ReadBox& masters, TensorView out) {
+  Context& c = cpu;
   const ArenaScope scope(*c.workspace);
   const TensorView master = c.workspace->tensor(spec.master_dtype(), {spec.box.rows.size(), spec.box.columns.size()}, "master");
   LOCKSTEP_RETURN_IF_ERROR(masters(spec, spec.box, master));
@@ -83,13 +93,14 @@ std::string WeightDifference::str() const {
 
 Result<WeightsComparison> compare_weights(Context& c, const Weights& served, const ReadBox& masters) {
   WeightsComparison result;
+  CpuContext cpu(c.num_threads());
   for (const TensorSpec& spec : served.table()) {
     if (!spec.held()) continue;
-    const ArenaScope scope(*c.workspace);
+    const ArenaScope scope(cpu.workspace());
     const Shape shape = {spec.box.rows.size(), spec.box.columns.size()};
-    const TensorView serves = c.workspace->tensor(DType::f32, shape, "served"), exports = c.workspace->tensor(DType::f32, shape, "exported");
+    const TensorView serves = cpu.workspace().tensor(DType::f32, shape, "served"), exports = cpu.workspace().tensor(DType::f32, shape, "exported");
     served_numbers(c, served, spec.id, serves);
-    LOCKSTEP_RETURN_IF_ERROR(exported_numbers(c, spec, served.numerics(), masters, exports));
+    LOCKSTEP_RETURN_IF_ERROR(exported_numbers(cpu, spec, served.numerics(), masters, exports));
     ++result.tensors;
     result.numbers += shape.elements();
     if (std::memcmp(serves.data, exports.data, serves.bytes()) == 0) continue;

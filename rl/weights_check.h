@@ -1,6 +1,6 @@
 #pragma once
 // Whether the weights that the forward reads are those that the trainer exports, number by number (rl spec 20.3): "bytes arrived" is not success. What
-// serves is read where the forward reads it, from panels, and de-quantised as the kernels do; what was exported is the f32 master, rounded, or quantised
+// serves is read where the forward reads it, on the CPU from panels, and de-quantised as the kernels do; what was exported is the f32 master, rounded, or quantised
 // and de-quantised in plain loops. Compared are numbers at their places in the model, so neither layout nor packing can give a false alarm.
 
 #include <cstdint>
@@ -13,10 +13,10 @@
 
 namespace lockstep {
 
-// Of one tensor of the shard, f32 [rows, columns] of its box; the ids of hash tables as numbers.
+// Of one tensor of the shard, f32 [rows, columns] of its box, in the host's memory; the ids of hash tables as numbers. c: of the weights' device.
 void served_numbers(Context& c, const Weights& served, int id, TensorView out);
 // The same as a trainer in numerics `n` with these masters exports it.
-Status exported_numbers(Context& c, const TensorSpec& spec, Numerics n, const ReadBox& masters, TensorView out);
+Status exported_numbers(CpuContext& cpu, const TensorSpec& spec, Numerics n, const ReadBox& masters, TensorView out);
 
 struct WeightDifference {
   std::string tensor;              // of an expert, with its id
@@ -33,7 +33,7 @@ struct WeightsComparison {
   int64_t different = 0;             // tensors of which a bit differs
   std::optional<WeightDifference> first;
 };
-// Every tensor of the shard, in table order. Scratch: two tensors in f32. An error: the masters cannot be read.
+// Every tensor of the shard, in table order. c: of the weights' device. Scratch on the host: two tensors in f32. An error: the masters cannot be read.
 Result<WeightsComparison> compare_weights(Context& c, const Weights& served, const ReadBox& masters);
 
 }  // namespace lockstep

@@ -129,9 +129,9 @@ void Generator::resume() {
   on_engine([&] { paused_ = false; });
 }
 
-void Generator::look_at_weights(const std::function<void(const Weights&)>& f) {
+void Generator::look_at_weights(const std::function<void(const Weights&, Device)>& f) {
   const std::shared_lock kept(weights_);
-  f(policy_.weights());
+  f(policy_.weights(), policy_.context().device);
 }
 
 Status Generator::update(const std::string& checkpoint, Quiesce how, const std::string& label) {

@@ -6,6 +6,7 @@
 #include <csignal>
 #include <ctime>
 
+#include "core/device.h"
 #include "io/utf8.h"
 #include "serve/weights.h"
 
@@ -232,13 +233,13 @@ void Server::Http::routes() {
       const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), i);
       return !request.has_param(name) ? -1 : error == std::errc() && end == text.data() + text.size() && i >= 0 && i < size ? i : size;
     };
-    s.generator_.look_at_weights([&](const Weights& w) {
+    s.generator_.look_at_weights([&](const Weights& w, Device device) {
       const auto tensors = static_cast<int64_t>(w.table().size());
       const int64_t id = index("id", tensors);
       const int64_t rows = id >= 0 && id < tensors ? w.table()[static_cast<size_t>(id)].box.rows.size() : 0, row = index("row", rows);
       if (id == tensors || row == rows || (row >= 0 && id < 0))
         return answer_error(response, {.status = 400, .message = fmt::format("id is the number of one of the {} tensors, row that of one of its rows", tensors)});
-      CpuContext c(1);
+      DeviceContext c(device);
       response.set_content(id < 0 ? checksums_json(c, w, s.generator_.weight_version()) : row < 0 ? row_checksums_json(c, w, static_cast<int>(id))
                                                                                                : row_bits_json(c, w, static_cast<int>(id), row),
                            kJson);

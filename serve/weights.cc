@@ -19,9 +19,9 @@ using Kind = JsonValue::Kind;
 constexpr const char* kPath = "/weights_checksums";
 constexpr time_t kDeadlineS = 600;  // for a large model's checksums
 
-// f32 numbers of a tensor, in c's workspace, whose scope the caller holds.
+// f32 numbers of a tensor, in c.host, whose scope the caller holds.
 TensorView box_numbers(Context& c, const TensorSpec& spec) {
-  return c.workspace->tensor(DType::f32, {spec.box.rows.size(), spec.box.columns.size()}, "numbers");
+  return c.host->tensor(DType::f32, {spec.box.rows.size(), spec.box.columns.size()}, "numbers");
 }
 
 std::string xxh64_text(const void* data, size_t bytes) { return fmt::format("{:016x}", XXH64(data, bytes, 0)); }
@@ -94,7 +94,7 @@ std::string checksums_json(Context& c, const Weights& served, std::string_view w
   append_json_string(&out, weight_version);
   out += fmt::format(",\"numerics\":\"{}\",\"tensors\":[", numerics_name(served.numerics()));
   for (const TensorSpec& spec : served.table()) {
-    const ArenaScope scope(*c.workspace);
+    const ArenaScope scope(*c.host);
     const TensorView numbers = box_numbers(c, spec);
     served_numbers(c, served, spec.id, numbers);
     if (spec.id > 0) out += ',';
@@ -104,14 +104,14 @@ std::string checksums_json(Context& c, const Weights& served, std::string_view w
 }
 
 std::string row_checksums_json(Context& c, const Weights& served, int id) {
-  const ArenaScope scope(*c.workspace);
+  const ArenaScope scope(*c.host);
   const TensorView numbers = box_numbers(c, served.table()[static_cast<size_t>(id)]);
   served_numbers(c, served, id, numbers);
   return JsonLine().add("rows", std::span<const std::string>(row_checksums(numbers))).str();
 }
 
 std::string row_bits_json(Context& c, const Weights& served, int id, int64_t row) {
-  const ArenaScope scope(*c.workspace);
+  const ArenaScope scope(*c.host);
   const TensorView numbers = box_numbers(c, served.table()[static_cast<size_t>(id)]);
   served_numbers(c, served, id, numbers);
   std::vector<int32_t> bits;
@@ -119,7 +119,7 @@ std::string row_bits_json(Context& c, const Weights& served, int id, int64_t row
   return JsonLine().add("bits", std::span<const int32_t>(bits)).str();
 }
 
-Result<ServedWeights> compare_served_weights(Context& c, const WeightsServer& server, const ModelConfig& config, const ReadBox& masters) {
+Result<ServedWeights> compare_served_weights(CpuContext& c, const WeightsServer& server, const ModelConfig& config, const ReadBox& masters) {
   Client client(server);
   const Result<JsonValue> answer = client.get("");
   if (!answer) return answer.status();
@@ -132,7 +132,7 @@ Result<ServedWeights> compare_served_weights(Context& c, const WeightsServer& se
   result.numerics = *named;
   for (const TensorSpec& spec : table) {
     const JsonValue& theirs = tensors->items[static_cast<size_t>(spec.id)];
-    const ArenaScope scope(*c.workspace);
+    const ArenaScope scope(c.workspace());
     const TensorView exported = box_numbers(c, spec);
     if (text(theirs, "name") != spec.name || text(theirs, "rows") != std::to_string(exported.rows()) || text(theirs, "columns") != std::to_string(exported.dim(1)))
       return client.strange("a tensor that is not the checkpoint's");

@@ -14,6 +14,7 @@
 
 namespace lockstep {
 
+// c: of the weights' device.
 std::string checksums_json(Context& c, const Weights& served, std::string_view weight_version);
 std::string row_checksums_json(Context& c, const Weights& served, int id);
 std::string row_bits_json(Context& c, const Weights& served, int id, int64_t row);
@@ -28,6 +29,6 @@ struct ServedWeights {
   WeightsComparison comparison;
 };
 // What serves there against masters of a model of the same config. An error: no server, or one of another model.
-Result<ServedWeights> compare_served_weights(Context& c, const WeightsServer& server, const ModelConfig& config, const ReadBox& masters);
+Result<ServedWeights> compare_served_weights(CpuContext& c, const WeightsServer& server, const ModelConfig& config, const ReadBox& masters);
 
 }  // namespace lockstep
