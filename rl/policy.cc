@@ -99,6 +99,7 @@ std::string mebibytes(size_t bytes) { return fmt::format("{:.1f} MiB", static_ca
 }  // namespace
 
 Result<ModelConfig> find_model_config(const PolicyOptions& options) {
+  if (options.shape) return *options.shape;
   if (!options.config.empty()) {
     return load_model_config(is_directory(options.config) ? options.config + "/" + kConfigFile : options.config);
   }
@@ -152,10 +153,14 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   }
   Result<ModelConfig> config = find_model_config(options);
   if (!config) return config.status();
-  Result<std::unique_ptr<Tokenizer>> tokenizer = find_tokenizer(options);
-  if (!tokenizer) return tokenizer.status();
-  LOCKSTEP_RETURN_IF_ERROR(check_vocabulary(*tokenizer.value(), config.value()));
-  LOCKSTEP_RETURN_IF_ERROR(check_trained_tokenizer(options, *tokenizer.value()));
+  std::unique_ptr<Tokenizer> tokenizer;
+  if (use.text) {
+    Result<std::unique_ptr<Tokenizer>> found = find_tokenizer(options);
+    if (!found) return found.status();
+    tokenizer = found.take();
+    LOCKSTEP_RETURN_IF_ERROR(check_vocabulary(*tokenizer, config.value()));
+    LOCKSTEP_RETURN_IF_ERROR(check_trained_tokenizer(options, *tokenizer));
+  }
   if (use.engine.max_context > config.value().max_positions) {
     return errorf("a prompt with its response may reach {} tokens, the model's max_position_embeddings is {}; lower "
                   "task.max_prompt_tokens, rollout.max_new_tokens or eval.max_new_tokens, or leave out long examples",
@@ -172,7 +177,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   const Shard whole = whole_shard(config.value());
   const Placement trainer = ranks != nullptr ? ranks->trainer : Placement{.shards = {whole}, .numerics = options.numerics};
   const Placement sampler = ranks != nullptr ? ranks->sampler : Placement{.shards = {whole}, .numerics = options.sampler_numerics()};
-  const bool apart = use.train && use.sample && trainer != sampler;
+  const bool apart = use.train && use.sample && (use.apart || trainer != sampler);
   const Shard& sampled = ranks != nullptr ? ranks->sampler_shard() : whole;
   const Shard held = ranks == nullptr ? whole_shard(config.value()) : use.train ? ranks->trainer_shard() : ranks->sampler_shard();
   if (apart && !can_follow(trainer.numerics, sampler.numerics)) {
@@ -197,7 +202,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
 
   std::unique_ptr<Policy> p(new Policy(options.device, num_threads(use.threads)));
   p->config_ = config.take();
-  p->tokenizer_ = tokenizer.take();
+  p->tokenizer_ = std::move(tokenizer);
   p->weights_arena_ = std::make_unique<Arena>("weights", kArenaReserve, options.device);
   p->rope_arena_ = std::make_unique<Arena>("rope tables", kArenaReserve, options.device);
   p->weights_ = std::make_unique<Weights>(p->config_, numerics, held, *p->weights_arena_);

@@ -129,9 +129,15 @@ void Generator::resume() {
   on_engine([&] { paused_ = false; });
 }
 
+void Generator::look_at_weights(const std::function<void(const Weights&, Device)>& f) {
+  const std::shared_lock kept(weights_);
+  f(policy_.weights(), policy_.context().device);
+}
+
 Status Generator::update(const std::string& checkpoint, Quiesce how, const std::string& label) {
   std::unique_lock one(updating_, std::try_to_lock);
   if (!one) return Status::error("another update is under way");
+  const std::unique_lock replaced(weights_);
   Update update{.how = how, .label = label, .done = false, .status = policy_.load_beside(checkpoint)};
   if (update.status) {
     on_engine([&] {

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -102,6 +103,8 @@ class Generator {
   // Blocks until the new version serves, or an error says why the old one goes on. One at a time. label: what weight_version() says from then on;
   // empty: the number of the version.
   Status update(const std::string& checkpoint, Quiesce how, const std::string& label);
+  // Calls f with the weights that serve, and where they lie. Meanwhile no update begins, nor is one under way.
+  void look_at_weights(const std::function<void(const Weights&, Device)>& f);
   // True if a token can be drawn within `deadline`, for a request of its own or, when the queue is long, for another one.
   Status health(std::chrono::milliseconds deadline);
   // No more submissions; waits for jobs that are unfinished, for `limit`. False: some are.
@@ -149,6 +152,7 @@ class Generator {
   bool paused_ = false;
   Update* update_ = nullptr;  // that waits for quiet
   std::mutex updating_;
+  std::shared_mutex weights_;  // unique: they are being replaced
   std::thread thread_;
 };
 

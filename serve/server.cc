@@ -2,10 +2,13 @@
 
 #include <httplib.h>
 
+#include <charconv>
 #include <csignal>
 #include <ctime>
 
+#include "core/device.h"
 #include "io/utf8.h"
+#include "serve/weights.h"
 
 namespace lockstep {
 
@@ -223,6 +226,25 @@ void Server::Http::routes() {
                          kJson);
   };
   server.Get("/get_model_info", info);
+  server.Get("/weights_checksums", [this](const Request& request, Response& response) {
+    const auto index = [&](const char* name, int64_t size) -> int64_t {  // -1: not asked for; size: none of the model's
+      const std::string text = request.get_param_value(name);
+      int64_t i = size;
+      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), i);
+      return !request.has_param(name) ? -1 : error == std::errc() && end == text.data() + text.size() && i >= 0 && i < size ? i : size;
+    };
+    s.generator_.look_at_weights([&](const Weights& w, Device device) {
+      const auto tensors = static_cast<int64_t>(w.table().size());
+      const int64_t id = index("id", tensors);
+      const int64_t rows = id >= 0 && id < tensors ? w.table()[static_cast<size_t>(id)].box.rows.size() : 0, row = index("row", rows);
+      if (id == tensors || row == rows || (row >= 0 && id < 0))
+        return answer_error(response, {.status = 400, .message = fmt::format("id is the number of one of the {} tensors, row that of one of its rows", tensors)});
+      DeviceContext c(device);
+      response.set_content(id < 0 ? checksums_json(c, w, s.generator_.weight_version()) : row < 0 ? row_checksums_json(c, w, static_cast<int>(id))
+                                                                                               : row_bits_json(c, w, static_cast<int>(id), row),
+                           kJson);
+    });
+  });
   server.Get("/metrics", [this](const Request&, Response& response) { response.set_content(metrics(), "text/plain; version=0.0.4"); });
 
   // Commands: an object, which may be missing.

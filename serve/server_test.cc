@@ -21,6 +21,7 @@
 #include "model/checkpoint_io.h"
 #include "model/testing.h"
 #include "rl/sampling.h"
+#include "serve/weights.h"
 
 namespace lockstep {
 namespace {
@@ -607,6 +608,50 @@ TEST_F(Serve, WeightsAreUpdatedOrTheOldOnesServeOn) {
     }
   }
   expect_all_free();
+}
+
+TEST_F(Serve, TheNumbersThatServeAreTheTrainersExport) {
+  serve();
+  const ModelConfig m = policy_->config();
+  CpuContext c(1);
+  const auto compare = [&](const ReadBox& masters) {
+    const Result<ServedWeights> r = compare_served_weights(c, {fmt::format("http://127.0.0.1:{}", server_->port()), ""}, m, masters);
+    EXPECT_TRUE(r.is_ok()) << (r ? "" : r.message());
+    return r ? r.value() : ServedWeights();
+  };
+  const auto source = [&](const char* name) { return checkpoint_source(root_ / name, m).value(); };
+  const ServedWeights a = compare(source("a"));
+  EXPECT_EQ(a.numerics, Numerics::bf16);
+  EXPECT_EQ(a.comparison.different, 0);
+  EXPECT_EQ(a.comparison.tensors, static_cast<int64_t>(tensor_table(m).size()));
+
+  // A trainer one of whose numbers is another one: the next that bf16 has.
+  const ReadBox planted = [&](const TensorSpec& spec, const Box& box, TensorView out) {
+    LOCKSTEP_RETURN_IF_ERROR(source("a")(spec, box, out));
+    if (spec.name == "layers.1.ffn.experts.*.w3.weight") {
+      float& x = out.row<float>(2 * m.expert_dim + 7)[11];
+      x = std::bit_cast<float>(std::bit_cast<uint32_t>(x) + (1u << 16));
+    }
+    return Status::ok();
+  };
+  const ServedWeights other = compare(planted);
+  EXPECT_EQ(other.comparison.different, 1);
+  ASSERT_TRUE(other.comparison.first.has_value());
+  EXPECT_EQ(other.comparison.first->tensor, "layers.1.ffn.experts.2.w3.weight");
+  EXPECT_EQ(other.comparison.first->row, 7);
+  EXPECT_EQ(other.comparison.first->column, 11);
+
+  EXPECT_GT(compare(source("b")).comparison.different, 0);
+  post("/update_weights_from_disk", fmt::format("{{\"model_path\":\"{}\",\"weight_version\":\"b\"}}", (root_ / "b").string()));
+  const ServedWeights b = compare(source("b"));
+  EXPECT_EQ(b.comparison.different, 0);
+  EXPECT_EQ(b.version, "b");
+  for (const char* query : {"?id=-1", "?id=100000", "?id=x", "?row=0", "?id=0&row=100000"}) get(std::string("/weights_checksums") + query, 400);
+  ModelConfig wider = m;
+  wider.q_rank *= 2;
+  const Result<ServedWeights> strange = compare_served_weights(c, {fmt::format("http://127.0.0.1:{}", server_->port()), ""}, wider, random_boxes(wider, 1));
+  ASSERT_FALSE(strange.is_ok());
+  EXPECT_NE(strange.message().find("a tensor that is not the checkpoint's"), std::string::npos) << strange.message();
 }
 
 TEST_F(Serve, StoppingLetsAnswersEnd) {

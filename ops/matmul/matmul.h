@@ -77,6 +77,9 @@ void pack_panels(Context& c, TensorView panels, ConstTensorView rows);
 Shape panel_scale_shape(const WeightView& w);
 void pack_panel_scales(Context& c, TensorView panel_scales, const WeightView& w);  // reads w.rows (dtype and shape) and w.scales
 
+// The numbers that the kernels take from w's panels, value = code * scale where it is quantised: out [N, K] f32, or [E, N, K]. CHECK: no panels.
+void unpack_panels(Context& c, TensorView out, const WeightView& w);
+
 // codes and scales of x [N, K] by the grids; of experts' [E, N, K] with N as the period of rows. e2m1x2 takes no period of columns. On the GPU the host
 // waits for what it counts.
 QuantStats quantize_by_grid(Context& c, TensorView codes, TensorView scales, const BlockGrid& row_grid, const BlockGrid& col_grid, ConstTensorView x,
