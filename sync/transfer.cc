@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kSumBytes = sizeof(int64_t);  // of a copy's XXH64
 
 // What a rank tells the others at the beginning.
-using State = std::array<int64_t, 6>;
+using State = std::array<int64_t, Transfer::kBeginBytes / sizeof(int64_t)>;
 constexpr size_t kVersion = 0, kSampler = 1, kManifest = 2, kCommitted = 3, kKnowsSent = 4, kFine = 5;
 
 void add_to_sum(int64_t& sum, const void* data, size_t bytes) {
@@ -118,7 +118,6 @@ PairedCopies paired(const SyncPlan& plan, int rank, int Copy::*mine, int Copy::*
   std::stable_sort(p.copies.begin(), p.copies.end(), [&](size_t a, size_t b) { return plan.copies[a].*other < plan.copies[b].*other; });
   return p;
 }
-
 
 }  // namespace
 
@@ -481,7 +480,7 @@ Result<SyncReceipt> Transfer::update(Context& c, const ReadMaster& master, const
   for (size_t i = 0; i < copies; ++i)
     if (route->plan.copies[i].to == rank()) add_to_sum(sum, &landed_sums_[i], sizeof(sum));
   std::vector<int64_t> sums(static_cast<size_t>(route->plan.ranks), sum);
-  int64_t totals[] = {counts.elements, counts.saturated, counts.underflowed, moved_, changed_};
+  int64_t totals[kTotals] = {counts.elements, counts.saturated, counts.underflowed, moved_, changed_};
   if (ranks_ != nullptr) {
     ranks_->all_gather(std::span(sums), std::span<const int64_t>(&sum, 1), "weights agreed");
     if (is_quantized(to_.numerics()) || delta) ranks_->all_reduce(std::span(totals), Reduction::sum, "weights agreed");

