@@ -47,6 +47,7 @@ struct PolicyUse {
   bool train = false;         // make an actor
   OptimizerConfig optimizer = {};
   ActorOptions actor = {};  // its replay REQUIRES a sampler with weights of its own, in the trainer's layout
+  SyncOptions sync = {};       // of weights that the sampler has for itself
   RunGroups* ranks = nullptr;  // that work together, and outlive the policy; null: alone
 };
 
