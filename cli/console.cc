@@ -81,6 +81,7 @@ LoopConfig make_loop_config(const RunConfig& c) {
           .optimizer = c.optimizer,
           .eval = c.eval,
           .parallel = c.parallel,
+          .sync = c.sync,
           .resolved = config_toml(c)};
 }
 

@@ -188,6 +188,11 @@ const std::vector<Setting>& rows() {
        "Arithmetic of the sampler alone; same is model.numerics, whose log-probs the trainer then must meet bit for bit. fp8 or fp4 beside a trainer in bf16 "
        "samples with quantised weights, made anew from the masters after each step: the gap is measured, and train.tis and train.replay answer it."},
 
+      {"sync.delta", +FIELD(sync.delta), "", "false", 0, 0,
+       "Where the sampler has weights of its own: only blocks of 8 bytes that a step changed travel and are written. The weights are the same. Saves bytes between "
+       "ranks at small learning rates, and costs a copy of what each rank sends."},
+      {"sync.full_every", +FIELD(sync.full_every), "updates", "16", 1, kMaxInteger, "With sync.delta: one update in so many carries everything; 1 carries everything always."},
+
       {"train.advantage", choice<FIELD(train.advantage)>(kAdvantageWords), "", "grpo", 0, 0,
        "Rewards to advantages: grpo divides the group's deviation by its spread, dr_grpo does not, rloo leaves the sample out of "
        "its baseline, batch_std divides by the spread of the batch, "

@@ -211,7 +211,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     p->sampler_weights_ = std::make_unique<Weights>(p->config_, sampler.numerics, sampled, *p->weights_arena_);
     p->model_.weights = p->sampler_weights_.get();
     p->transfer_ = std::make_unique<Transfer>(ranks != nullptr ? ranks->train.all : nullptr, *p->weights_, *p->sampler_weights_, trainer, sampler,
-                                              [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_);
+                                              [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_, use.sync);
   }
   if (ranks != nullptr && use.sample) {
     if (ranks->rollout.tp.size() > 1) p->model_.tp = &ranks->rollout.tp;
@@ -248,7 +248,9 @@ Result<std::optional<SyncReceipt>> Policy::sync() {
 }
 
 Result<std::optional<SyncReceipt>> Policy::transfer() {
-  Result<SyncReceipt> receipt = transfer_->update(context(), [this](int id) { return actor_->master(id); });
+  const int64_t running = engine_->load().running;
+  const Status quiet = running == 0 ? Status::ok() : errorf("{} samples hold state of version {}", running, sampler_weights_->version());
+  Result<SyncReceipt> receipt = transfer_->update(context(), [this](int id) { return actor_->master(id); }, quiet);
   if (!receipt) return receipt.status();
   return std::optional(receipt.take());
 }

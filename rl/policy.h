@@ -50,6 +50,7 @@ struct PolicyUse {
   bool text = true;           // false: no tokenizer is looked for, and neither tokenizer() nor save() may be called
   OptimizerConfig optimizer = {};
   ActorOptions actor = {};  // its replay REQUIRES a sampler with weights of its own, in the trainer's layout
+  SyncOptions sync = {};       // of weights that the sampler has for itself
   RunGroups* ranks = nullptr;  // that work together, and outlive the policy; null: alone
 };
 

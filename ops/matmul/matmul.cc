@@ -1,5 +1,7 @@
 #include "ops/matmul/matmul.h"
 
+#include <cstring>
+
 #include "core/formats.h"
 #include "ops/matmul/matmul_cpu.h"
 
@@ -247,6 +249,22 @@ void pack_panels(Context& c, TensorView panels, ConstTensorView rows) {
         "pack_panels: panels are {} {}, rows are {} {}, wanted contiguous panels {}", dtype_name(panels.dtype),
         panels.shape.str(), dtype_name(rows.dtype), rows.shape.str(), panel_shape(rows.shape).str());
   simd::pack_panels(c, panels, rows);
+}
+
+void unpack_panels(Context& c, TensorView rows, ConstTensorView panels) {
+  CHECK(panels.dtype == rows.dtype && panels.shape == panel_shape(rows.shape) && panels.contiguous() && rows.contiguous(),
+        "unpack_panels: {} {} to {} {}", dtype_name(panels.dtype), panels.shape.str(), dtype_name(rows.dtype), rows.shape.str());
+  const bool grouped = rows.shape.rank == 3;
+  const int64_t n = rows.shape[grouped], k = rows.shape[grouped + 1], all = grouped ? rows.shape[0] * n : n;
+  const size_t width = dtype_bytes(rows.dtype);
+  parallel_for(c, all, k, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t panel = i / n * num_blocks(n, kPanelWidth) + i % n / kPanelWidth, column = i % n % kPanelWidth;
+      const char* from = static_cast<const char*>(panels.data) + static_cast<size_t>(panel * k * kPanelWidth + column) * width;
+      char* to = static_cast<char*>(rows.data) + static_cast<size_t>(i * k) * width;
+      for (int64_t j = 0; j < k; ++j) std::memcpy(to + static_cast<size_t>(j) * width, from + static_cast<size_t>(j * kPanelWidth) * width, width);
+    }
+  });
 }
 
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment) {

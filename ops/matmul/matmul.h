@@ -72,6 +72,7 @@ WeightView columns_of(const WeightView& w, int64_t begin, int64_t count);
 
 Shape panel_shape(const Shape& rows);  // [N, K] -> [ceil(N/16), K, 16]; [E, N, K] -> [E, ceil(N/16), K, 16]
 void pack_panels(Context& c, TensorView panels, ConstTensorView rows);
+void unpack_panels(Context& c, TensorView rows, ConstTensorView panels);  // the rows that were packed; rare, so not fast
 
 // Scales as the kernel reads them: those of 16 rows side by side, times the constant that its decoding leaves out (2^8 for E4M3, 1/2 for E2M1).
 Shape panel_scale_shape(const WeightView& w);
