@@ -2,6 +2,7 @@
 
 #include <httplib.h>
 
+#include <algorithm>
 #include <csignal>
 #include <ctime>
 
@@ -45,6 +46,7 @@ struct Server::Http {
   explicit Http(Server& s) : s(s) {}
   void routes();
   void generate(const Result<JsonValue>& body, httplib::Response& response, const std::function<bool(const JsonValue&, Call*, ApiError*)>& read);
+  Clock::time_point next_writing() const;
   void health(httplib::Response& response);
   void update(const JsonValue& body, httplib::Response& response);
   std::string metrics() const;
@@ -93,7 +95,7 @@ void Server::Http::generate(const Result<JsonValue>& body, httplib::Response& re
         if (stream ? text.ends_with(kSseEnd) : ended) {
           sink.done();
         } else {
-          progress->quiet_until = Clock::now() + std::chrono::nanoseconds(1'000'000'000 * answering / s.options_.events_per_second);
+          progress->quiet_until = next_writing();
         }
         return true;
       },
@@ -101,6 +103,13 @@ void Server::Http::generate(const Result<JsonValue>& body, httplib::Response& re
         if (!written) ++dropped;
         if (!job->ended()) s.generator_.cancel(job);
       });
+}
+
+// When a stream that has written may write again: all at the same moments, or some would always be taking a core from under one of the engine's threads while
+// the others wait for it.
+Clock::time_point Server::Http::next_writing() const {
+  const Clock::duration between = std::chrono::nanoseconds(std::max<int64_t>(1, 1'000'000'000 * answering / s.options_.events_per_second));
+  return Clock::time_point((Clock::now().time_since_epoch() / between + 1) * between);
 }
 
 void Server::Http::health(httplib::Response& response) {
