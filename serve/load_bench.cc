@@ -133,7 +133,7 @@ struct Bench {
     return answer_hash(std::string_view(text).substr(1, text.size() - 2), logprobs);
   }
 
-  // Of one who starts with nothing: until then all prompts are being run at once.
+  // Drawn before a measurement: after a start all prompts are run at once.
   double warm_tokens() const { return static_cast<double>(clients * tokens); }
 
   // The engine alone, as many samples at once as there are clients.
@@ -181,7 +181,7 @@ double seconds_until_free(int port) {
   return -1;
 }
 
-// Client processes with streams in full flow, killed; then as many that were stopped before, so that they read no more.
+// Client processes with streams in full flow, killed; in every second round they were stopped before, so that they read no more.
 bool killed_clients_free_all(Bench& b, int port) {
   constexpr int kProcesses = 8, kRounds = 5;
   double slowest = 0;
