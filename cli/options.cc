@@ -216,6 +216,11 @@ const std::vector<Setting>& rows() {
       {"train.tis_high", +FIELD(train.loss.tis_high), "", "2.0", 1, kMaxReal, "Largest such weight."},
       {"train.tis_mask_low", +FIELD(train.loss.tis_mask_low), "", "0.0", 0, 1, "With tis_mask_high: tokens, or responses, whose weight is below lose their policy loss."},
       {"train.tis_mask_high", +FIELD(train.loss.tis_mask_high), "", "0.0", 0, kMaxReal, "Likewise above; at least 1, or 0 for no mask."},
+      {"train.tis_veto", +FIELD(train.loss.tis_veto), "", "0.0", 0, 1,
+       "A response with one token whose weight exp(trainer's - sampler's log-prob) is below loses its policy loss, with or without train.tis; 1e-4 is usual, 0 is off."},
+      {"train.opsm", +FIELD(train.loss.opsm), "nat", "0.0", 0, kMaxReal,
+       "Off-policy sequence masking: tokens with a negative advantage lose their policy loss where the mean of old - present log-prob over the response is above; 1e-4 is "
+       "usual, 0 is off. Matters with train.steps_per_rollout above 1."},
       {"train.replay", choice<FIELD(train.replay)>(kReplayWords), "", "none", 0, 0,
        "The trainer repeats what a sampler of other numerics chose: the experts of every token, and with routing+index the entries that sparse attention reads. "
        "Costs one more forward a step."},

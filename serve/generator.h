@@ -30,7 +30,7 @@ struct JobOptions {
   std::string name;                // for abort(name); may be empty
   std::vector<std::string> stops;  // texts that end a sample
   SpecialTokens special = SpecialTokens::hide;
-  bool stream = false;             // wake its waiter at every token, not only at the end
+  bool stream = false;             // its tokens are told as they come, not only at the end
 };
 
 // Requests that belong together, with the same sampling. Its samples are numbered request by request.
@@ -44,8 +44,10 @@ class Job {
     std::string matched;  // the stop string that ended it
   };
 
-  // Waits until something happened since `seen` (an earlier result, or 0), or for `limit`. Returns what to call `seen` next time.
-  uint64_t wait(uint64_t seen, std::chrono::milliseconds limit);
+  using Clock = std::chrono::steady_clock;
+  // Waits, but not beyond `limit`, until something happened since `seen` (an earlier result, or 0); before `quiet_until` only the end of the job counts.
+  // Returns what to call `seen` next time. One thread at a time.
+  uint64_t wait(uint64_t seen, Clock::time_point limit, Clock::time_point quiet_until = {});
   bool ended() const;
   // Calls f(sample index, sample) for every sample, under the job's lock.
   void look(const std::function<void(size_t, const Sample&)>& f) const;
@@ -63,6 +65,7 @@ class Job {
   std::vector<Sample> samples_;  // and all below: under mutex_
   size_t unfinished_;
   uint64_t events_ = 1;
+  bool awaited_ = false;  // somebody waits for more than the end
   std::vector<StopText> texts_;  // the engine's thread alone
 };
 

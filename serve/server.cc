@@ -2,6 +2,7 @@
 
 #include <httplib.h>
 
+#include <algorithm>
 #include <charconv>
 #include <csignal>
 #include <ctime>
@@ -15,6 +16,7 @@ namespace lockstep {
 namespace {
 
 constexpr const char* kJson = "application/json";
+using Clock = Job::Clock;
 constexpr auto kLook = std::chrono::milliseconds(200);  // how often a waiting thread looks whether its client is still there
 
 // Equal in a time that does not tell where they differ.
@@ -47,6 +49,7 @@ struct Server::Http {
   explicit Http(Server& s) : s(s) {}
   void routes();
   void generate(const Result<JsonValue>& body, httplib::Response& response, const std::function<bool(const JsonValue&, Call*, ApiError*)>& read);
+  Clock::time_point next_writing() const;
   void health(httplib::Response& response);
   void update(const JsonValue& body, httplib::Response& response);
   std::string metrics() const;
@@ -76,26 +79,40 @@ void Server::Http::generate(const Result<JsonValue>& body, httplib::Response& re
   }
   // From here on a chunked answer: only while one is being written does the library tell whether the client is there.
   const std::shared_ptr<Job> job = submitted.job;
-  auto seen = std::make_shared<uint64_t>(0);
+  struct Progress {
+    uint64_t seen = 0;
+    Clock::time_point quiet_until;  // the next event is not written before
+  };
+  auto progress = std::make_shared<Progress>();
+  progress->quiet_until = stream ? Clock::time_point() : Clock::time_point::max();
   response.set_chunked_content_provider(
       stream ? "text/event-stream" : kJson,
-      [job, call, stream, seen](size_t, httplib::DataSink& sink) {
-        *seen = job->wait(*seen, kLook);
+      [this, job, call, stream, progress](size_t, httplib::DataSink& sink) {
+        progress->seen = job->wait(progress->seen, Clock::now() + kLook, progress->quiet_until);
         const bool ended = job->ended();
         std::string text;
         if (stream) text = call->reply->events(*job);
         if (!stream && ended) text = call->reply->whole(*job);
-        if (!text.empty() && !sink.write(text.data(), text.size())) return false;
+        if (text.empty()) return sink.is_writable();
+        if (!sink.write(text.data(), text.size())) return false;
         if (stream ? text.ends_with(kSseEnd) : ended) {
           sink.done();
-          return true;
+        } else {
+          progress->quiet_until = next_writing();
         }
-        return sink.is_writable();
+        return true;
       },
       [this, job, answer = std::move(answer)](bool written) {
         if (!written) ++dropped;
         if (!job->ended()) s.generator_.cancel(job);
       });
+}
+
+// When a stream that has written may write again: all at the same moments, or some would always be taking a core from under one of the engine's threads while
+// the others wait for it.
+Clock::time_point Server::Http::next_writing() const {
+  const Clock::duration between = std::chrono::nanoseconds(std::max<int64_t>(1, 1'000'000'000 * answering / s.options_.events_per_second));
+  return Clock::time_point((Clock::now().time_since_epoch() / between + 1) * between);
 }
 
 void Server::Http::health(httplib::Response& response) {

@@ -341,6 +341,8 @@ Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const Loss
       put("tis_clipfrac", total.tis_clipped / total.tokens);
       if (loss.tis_mask_high > 0) put("tis_maskfrac", total.tis_masked / total.tokens);
     }
+    if (loss.tis_veto > 0) put("tis_vetofrac", total.vetoed / total.tokens);
+    if (loss.opsm > 0) put("opsm_maskfrac", total.opsm / total.tokens);
   }
   put("grad_norm", step.grad_norm);
   put("lr", step.lr);
