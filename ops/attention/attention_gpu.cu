@@ -36,8 +36,8 @@ template <typename T>
 struct Problem {
   KeyRows<T> keys;
   const T* q;
-  int64_t q_stride;
   const float* sink;
+  int q_stride;
   int heads, width, stride;  // of a row in shared memory: an odd number of vectors of 4
   bool vectors;              // every row of every tensor begins at a multiple of 4 elements and is a multiple of 4 long
   float scale;
@@ -66,7 +66,7 @@ GPU_INLINE void load_heads(Shared<T> to, const T* from, int first, int heads, in
 }
 // Rows [begin, begin + count) of the list.
 template <typename T>
-GPU_INLINE void load_tile(Shared<T> to, const Problem<T>& p, const List& list, int begin, int count) {
+GPU_INLINE void load_tile(Shared<T> to, const Problem<T>& p, const List<T>& list, int begin, int count) {
   constexpr int kLanes = kThreads / kTileRows;
   const int j = thread_x() / kLanes;
   load_row(to.from(j * p.stride), j < count ? p.keys.row(list, begin + j) : nullptr, p.width, p.vectors, thread_x() % kLanes, kLanes);
@@ -143,14 +143,14 @@ constexpr size_t forward_shared_bytes(int stride, size_t element) {
 }
 
 template <typename T, int kHeads>
-GPU_KERNEL GPU_BOUNDS(kThreads, 1) attention_kernel(T* o, int64_t o_stride, float* lse, int64_t lse_stride, Problem<T> p) {
+GPU_KERNEL GPU_BOUNDS(kThreads, 1) attention_kernel(T* o, int o_stride, float* lse, int lse_stride, Problem<T> p) {
   constexpr int kA = kHeads == 32 ? 2 : 1, kB = kHeads == 8 ? 1 : 2, kKeyStep = kTileRows / kB, kHeadStep = kHeads / kA;
   SharedMemory memory;
   const Shared<T> q = memory.take<T>(kHeads * p.stride), rows = memory.take<T>(kTileRows * p.stride);
   const Shared<float> weight = memory.take<float>(kTileRows * kHeads), sums = memory.take<float>(kHeads);
   const int64_t t = block_x();
   const int first = block_y() * kHeads, j = thread_x() % kKeyStep, h = thread_x() / kKeyStep;
-  const List list = p.keys.list(t);
+  const List<T> list = p.keys.list(t);
   const int n = list.size();
   load_heads<kHeads>(q, p.q + t * p.q_stride, first, p.heads, p.width, p.stride, p.vectors);
 
@@ -233,7 +233,7 @@ GPU_KERNEL GPU_BOUNDS(kThreads, 1)
   const int64_t t = begin_t + block_x();
   const int first = block_y() * kHeads, h = thread_x() % kHeads, j = thread_x() / kHeads;
   const bool mine = first + h < p.heads;
-  const List list = p.keys.list(t);
+  const List<T> list = p.keys.list(t);
   const int n = list.size();
   load_heads<kHeads>(q, p.q + t * p.q_stride, first, p.heads, p.width, p.stride, p.vectors);
   load_heads<kHeads>(grad, d_o + t * do_stride, first, p.heads, p.width, p.stride, p.vectors);
@@ -282,17 +282,11 @@ template <typename T>
 struct KeyProblem {
   KeyRows<T> keys;
   float* grad;  // dkv, or dentries
-  int64_t grad_stride;
   const T* q;
   const float* d_o;
   const Weight* weights;
-  int64_t q_stride, do_stride, begin, end;  // queries of this range
+  int grad_stride, q_stride, do_stride, begin, end;  // queries of this range
   int heads, longest, num_tokens;
-};
-
-// A key of the block: the rows of the queries that may read it, and where its gradient is.
-struct Key {
-  int begin, end, row;
 };
 
 // kEntries: entries of the pages; entry s of a sequence is found at its last token's row. Any `ratio` rows in succession hold the last token of one entry at most.
@@ -300,10 +294,11 @@ struct Key {
 template <typename T, bool kEntries>
 GPU_KERNEL GPU_BOUNDS(kKeyThreads, 1) attention_key_gradient_kernel(KeyProblem<T> p) {
   SharedMemory memory;
-  const Shared<int> last_token = memory.take<int>(kKeys), index = memory.take<int>(kKeyThreads);
+  const Shared<int> last_token = memory.take<int>(kKeys), key_begin = memory.take<int>(kKeys), key_end = memory.take<int>(kKeys), key_row = memory.take<int>(kKeys),
+                    index = memory.take<int>(kKeyThreads);
   const Shared<float> weight = memory.take<float>(2 * 2 * kKeys * p.heads);
   const auto& seq = p.keys.seq;
-  const int width = p.keys.width, window = p.keys.window, ratio = p.keys.ratio;
+  const int width = p.keys.width, ratio = p.keys.ratio;
 
   if constexpr (kEntries) {
     if (thread_x() < kKeys) last_token.store(thread_x(), -1);
@@ -314,89 +309,91 @@ GPU_KERNEL GPU_BOUNDS(kKeyThreads, 1) attention_key_gradient_kernel(KeyProblem<T
     }
     sync_block();
   }
-  const auto key = [&](int i) {
-    Key k = {0, 0, -1};
-    const int t = kEntries ? last_token.load(i) : block_x() * kKeys + i;
-    if (t < 0 || t >= p.num_tokens) return k;
-    const int s = seq.token_seq[t], end = seq.seq_row[s + 1];
-    k.begin = t;
-    k.end = kEntries || end < t + window ? end : t + window;
-    k.row = kEntries ? static_cast<int>(entry_row(seq, p.keys.per_page, s, (seq.token_pos[t] + 1) / ratio - 1)) : t;
-    if (k.end <= p.begin || k.begin >= p.end) k.row = -1;
-    return k;
-  };
-  int64_t begin = p.end, end = p.begin;
+  // Key i: the rows of the queries that may read it, and where its gradient is, or -1 where no query of this range reads it.
+  if (thread_x() < kKeys) {
+    const int t = kEntries ? last_token.load(thread_x()) : block_x() * kKeys + thread_x();
+    int row = -1, end = 0;
+    if (t >= 0 && t < p.num_tokens) {
+      const int s = seq.token_seq[t];
+      end = seq.seq_row[s + 1];
+      if (!kEntries && t + p.keys.window < end) end = t + p.keys.window;
+      if (end > p.begin && t < p.end) row = kEntries ? static_cast<int>(entry_row(seq, p.keys.per_page, s, (seq.token_pos[t] + 1) / ratio - 1)) : t;
+    }
+    key_begin.store(thread_x(), t);
+    key_end.store(thread_x(), end);
+    key_row.store(thread_x(), row);
+  }
+  sync_block();
+  int begin = p.end, end = p.begin;
   float acc[kKeys][kKeyColumns];
   const int column = (block_y() * kKeyThreads + thread_x()) * kKeyColumns;
-  const bool has_column[kKeyColumns] = {column < width, column + 1 < width};
+  const bool has_column = column < width;
+  const int second = column + 1 < width ? 1 : 0;  // 0: the last column twice, one of which is not kept
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
-    const Key k = key(i);
-    if (k.row >= 0) {
-      begin = k.begin < begin ? k.begin : begin;
-      end = k.end > end ? k.end : end;
+    const int row = key_row.load(i), first = key_begin.load(i), last = key_end.load(i);
+    if (row >= 0) {
+      begin = first < begin ? first : begin;
+      end = last > end ? last : end;
     }
-#pragma unroll
-    for (int v = 0; v < kKeyColumns; ++v) acc[i][v] = k.row >= 0 && has_column[v] && (kEntries || k.begin < p.begin) ? p.grad[k.row * p.grad_stride + column + v] : 0.0f;
+    const bool resumes = row >= 0 && has_column && (kEntries || first < p.begin);
+    const float* const from = p.grad + static_cast<int64_t>(row) * p.grad_stride + column;
+    acc[i][0] = resumes ? from[0] : 0.0f;
+    acc[i][1] = resumes ? from[second] : 0.0f;
   }
   begin = begin < p.begin ? p.begin : begin;
   end = end > p.end ? p.end : end;
 
-  const int key_of_thread = thread_x() % kKeys;
-  const Key mine = key(key_of_thread);
-  for (int64_t batch = begin; batch < end; batch += kQueries) {
+  const int my_begin = key_begin.load(thread_x() % kKeys), my_end = key_row.load(thread_x() % kKeys) < 0 ? 0 : key_end.load(thread_x() % kKeys);
+  const int my_entry = kEntries && my_end > 0 ? (seq.token_pos[my_begin] + 1) / ratio - 1 : 0;
+  for (int batch = begin; batch < end; batch += kQueries) {
     {  // the key's place in the list of each query, or -1
-      const int64_t t = batch + thread_x() / kKeys;
+      const int t = batch + thread_x() / kKeys;
       int at = -1;
-      if (mine.row >= 0 && t >= mine.begin && t < mine.end && t < end) {
-        const List list = p.keys.list(t);
+      if (t >= my_begin && t < my_end && t < end) {
+        const int before = seq.token_pos[t] + 1, num_window = before < p.keys.window ? before : p.keys.window;
         if constexpr (!kEntries) {
-          at = static_cast<int>(mine.begin - (t - list.num_window + 1));
+          at = my_begin - (t - num_window + 1);
+        } else if (p.keys.selected == nullptr) {
+          at = num_window + my_entry;
         } else {
-          const int entry = (seq.token_pos[mine.begin] + 1) / ratio - 1;
-          if (list.chosen == nullptr) {
-            at = list.num_window + entry;
-          } else {
-            int low = 0, high = list.num_entries;
-            while (low < high) {
-              const int mid = (low + high) / 2;
-              if (list.chosen[mid] < entry) low = mid + 1;
-              else high = mid;
-            }
-            at = low < list.num_entries && list.chosen[low] == entry ? list.num_window + low : -1;
+          const int32_t* const chosen = p.keys.selected + static_cast<int64_t>(t) * p.keys.selected_stride;  // ascending, then -1
+          int low = 0, high = p.keys.num_selected;
+          while (low < high) {
+            const int mid = (low + high) / 2;
+            if (chosen[mid] >= 0 && chosen[mid] < my_entry) low = mid + 1;
+            else high = mid;
           }
+          at = low < p.keys.num_selected && chosen[low] == my_entry ? num_window + low : -1;
         }
       }
       index.store(thread_x(), at);
     }
     sync_block();
-    const int queries = end - batch < kQueries ? static_cast<int>(end - batch) : kQueries;
+    const int queries = end - batch < kQueries ? end - batch : kQueries;
     for (int i = 0; i < queries; ++i) {
       const int64_t t = batch + i;
       const Shared<float> w = weight.from((i & 1) * 2 * kKeys * p.heads);  // [head][dl of the keys, P of the keys]
       int present = 0;
 #pragma unroll
       for (int k = 0; k < kKeys; ++k) present |= (index.load(i * kKeys + k) >= 0 ? 1 : 0) << k;
-      if (present != 0)
-        for (int item = thread_x(); item < kKeys * p.heads; item += kKeyThreads) {
-          const int k = item / p.heads, head = item - k * p.heads, at = index.load(i * kKeys + k);
-          const Weight v = at < 0 ? Weight{0, 0} : p.weights[((t - p.begin) * p.longest + at) * p.heads + head];
+      if (present != 0) {
+        const int k = thread_x() % kKeys, at = index.load(i * kKeys + k);
+        const Weight* const from = p.weights + ((t - p.begin) * p.longest + at) * p.heads;
+        for (int head = thread_x() / kKeys; head < p.heads; head += kKeyThreads / kKeys) {
+          const Weight v = at < 0 ? Weight{0, 0} : from[head];
           w.store(head * 2 * kKeys + k, v.dl);
           w.store(head * 2 * kKeys + kKeys + k, v.p);
         }
+      }
       sync_block();
-      if (present == 0 || !has_column[0]) continue;
+      if (present == 0 || !has_column) continue;
       const T* const q = p.q + t * p.q_stride + column;
       const float* const g = p.d_o + t * p.do_stride + column;
       const auto add = [&](auto all) {
 #pragma unroll 4
         for (int head = 0; head < p.heads; ++head) {
-          float x[kKeyColumns], y[kKeyColumns];
-#pragma unroll
-          for (int v = 0; v < kKeyColumns; ++v) {
-            x[v] = has_column[v] ? to_f32(q[head * width + v]) : 0.0f;
-            y[v] = has_column[v] ? g[head * width + v] : 0.0f;
-          }
+          const float x[kKeyColumns] = {to_f32(q[head * width]), to_f32(q[head * width + second])}, y[kKeyColumns] = {g[head * width], g[head * width + second]};
           Vector<float, 4> wv[4];
 #pragma unroll
           for (int k = 0; k < 4; ++k) wv[k] = w.load_vector<4>(head * 2 * kKeys + 4 * k);
@@ -415,10 +412,11 @@ GPU_KERNEL GPU_BOUNDS(kKeyThreads, 1) attention_key_gradient_kernel(KeyProblem<T
   }
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
-    const Key k = key(i);
-#pragma unroll
-    for (int v = 0; v < kKeyColumns; ++v)
-      if (k.row >= 0 && has_column[v]) p.grad[k.row * p.grad_stride + column + v] = acc[i][v];
+    const int row = key_row.load(i);
+    if (row < 0 || !has_column) continue;
+    float* const to = p.grad + static_cast<int64_t>(row) * p.grad_stride + column;
+    to[0] = acc[i][0];
+    if (second == 1) to[1] = acc[i][1];
   }
 }
 
@@ -448,7 +446,7 @@ Problem<T> problem(ConstTensorView q, const AttentionKeys& keys, ConstTensorView
   GPU_CHECK(q.dim(2) <= kWidthMax, "attention: %ld channels a head, at most %d on the GPU", static_cast<long>(q.dim(2)), kWidthMax);
   Problem<T> p = {};
   p.keys = key_rows<T>(keys, seq, shape);
-  p.q = q.ptr<T>(), p.q_stride = q.row_stride;
+  p.q = q.ptr<T>(), p.q_stride = static_cast<int>(q.row_stride);
   p.sink = sink.ptr<float>();
   p.heads = static_cast<int>(q.dim(1)), p.width = static_cast<int>(q.dim(2));
   p.stride = ((p.width + 3) / 4 | 1) * 4;
@@ -461,7 +459,8 @@ template <typename T, int kHeads>
 void forward(Context& c, TensorView o, TensorView lse, const SequenceView& seq, const Problem<T>& p) {
   launch(c, "attention",
          {.blocks = seq.num_tokens, .threads = kThreads, .blocks_y = blocks_for(p.heads, kHeads), .shared_bytes = forward_shared_bytes<kHeads>(p.stride, sizeof(T))},
-         attention_kernel<T, kHeads>, o.ptr<T>(), o.row_stride, lse.data == nullptr ? nullptr : lse.ptr<float>(), lse.row_stride, p);
+         attention_kernel<T, kHeads>, o.ptr<T>(), static_cast<int>(o.row_stride), lse.data == nullptr ? nullptr : lse.ptr<float>(),
+         static_cast<int>(lse.row_stride), p);
 }
 template <typename T>
 void forward(Context& c, TensorView o, TensorView lse, ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink, const SequenceView& seq,
@@ -484,14 +483,14 @@ void backward(Context& c, const AttentionBackward& v, const SequenceView& seq, c
   auto* const weights = static_cast<Weight*>(c.workspace->allocate(static_cast<size_t>(range * a_query), "attention weights"));
   KeyProblem<T> k = {};
   k.keys = p.keys;
-  k.q = p.q, k.q_stride = p.q_stride, k.d_o = v.d_o.ptr<float>(), k.do_stride = v.d_o.row_stride;
+  k.q = p.q, k.q_stride = p.q_stride, k.d_o = v.d_o.ptr<float>(), k.do_stride = static_cast<int>(v.d_o.row_stride);
   k.weights = weights;
   k.heads = p.heads, k.longest = static_cast<int>(longest), k.num_tokens = static_cast<int>(seq.num_tokens);
   const Grid key_grid = {.threads = kKeyThreads,
                          .blocks_y = blocks_for(p.width, kKeyThreads * kKeyColumns),
-                         .shared_bytes = sizeof(int) * (kKeys + kKeyThreads) + sizeof(float) * static_cast<size_t>(4 * kKeys * p.heads) + 64};
+                         .shared_bytes = sizeof(int) * (4 * kKeys + kKeyThreads) + sizeof(float) * static_cast<size_t>(4 * kKeys * p.heads) + 64};
   for (k.begin = 0; k.begin < seq.num_tokens; k.begin = k.end) {
-    k.end = std::min(seq.num_tokens, k.begin + range);
+    k.end = static_cast<int>(std::min(seq.num_tokens, k.begin + range));
     launch(c, "attention_query_gradient",
            {.blocks = k.end - k.begin,
             .threads = kThreads,
@@ -501,11 +500,11 @@ void backward(Context& c, const AttentionBackward& v, const SequenceView& seq, c
            v.lse.ptr<float>(), v.lse.row_stride, k.begin, k.longest, p);
     Grid grid = key_grid;
     grid.blocks = blocks_for(seq.num_tokens, kKeys);
-    k.grad = v.dkv.ptr<float>(), k.grad_stride = v.dkv.row_stride;
+    k.grad = v.dkv.ptr<float>(), k.grad_stride = static_cast<int>(v.dkv.row_stride);
     launch(c, "attention_key_gradient", grid, attention_key_gradient_kernel<T, false>, k);
     if (p.keys.ratio == 0 || seq.longest < p.keys.ratio) continue;
     grid.blocks = blocks_for(seq.num_tokens, kKeys * p.keys.ratio);
-    k.grad = v.dentries.ptr<float>(), k.grad_stride = v.dentries.row_stride;
+    k.grad = v.dentries.ptr<float>(), k.grad_stride = static_cast<int>(v.dentries.row_stride);
     launch(c, "attention_entry_gradient", grid, attention_key_gradient_kernel<T, true>, k);
   }
 }

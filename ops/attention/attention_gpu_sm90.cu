@@ -54,7 +54,7 @@ GPU_INLINE void feed(Shared90<D>& s, const Problem& p) {
   for (int item = block_x(); item < p.num_items; item += grid_dim(), q_phase ^= 1) {
     const int64_t t = item / p.head_tiles;
     const int head = item % p.head_tiles * kRows + mine;
-    const List list = p.keys.list(t);
+    const List<bf16> list = p.keys.list(t);
     const int n = list.size();
     s.q_empty.wait(q_phase);
     copy_rows<D>(s.q, head < p.heads ? p.q + t * p.q_stride + head * D : nullptr, p.q, warp, lane);

@@ -50,7 +50,7 @@ GPU_INLINE void feed(Shared90<D>& s, const Problem& p) {
   unsigned phase = 1, q_phase = 1;
   for (int query = block_x(); query < p.num_queries; query += grid_dim()) {
     const int64_t t = p.begin + query;
-    const List list = p.keys.list(t);
+    const List<bf16> list = p.keys.list(t);
     const int n = list.size();
     for (int tile = 0; tile < p.head_tiles; ++tile, q_phase ^= 1) {
       const int head = tile * kRows + mine;
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kSumThreads, 8) sum_shares_kernel(float* grad,
     const int64_t t = batch + thread;
     int at = -1;
     if (t < to) {
-      const List list = keys.list(t);
+      const List<bf16> list = keys.list(t);
       if constexpr (!kEntries) {
         at = list.num_window - 1 - static_cast<int>(t - first);
       } else if (list.chosen == nullptr) {
