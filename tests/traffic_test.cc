@@ -133,7 +133,7 @@ struct WholeRun {
 class Router {
  public:
   Router(const ModelConfig& config, Numerics numerics, const ActorOptions& options)
-      : config_(config), weights_(config, numerics, arena_), place_(weights_, options) {
+      : config_(config), weights_(config, numerics, arena_), place_(context_, weights_, options) {
     CHECK(weights_.load(context_, random_boxes(config, kSeed), 0).is_ok(), "random weights");
     model_.weights = &weights_;
     model_.rope = make_rope_tables(config, config.max_positions, arena_);
