@@ -184,7 +184,7 @@ TEST_F(Pair, ReplayRepeatsWhatTheEngineChose) {
     Recorder seen;
     Model model = trainer;
     model.probe = &seen.probe;
-    MicroBatchPlace place(trained, {.max_tokens_per_microbatch = 64, .replay = kind});
+    MicroBatchPlace place(c, trained, {.max_tokens_per_microbatch = 64, .replay = kind});
     const ArenaScope scope(c.workspace());
     place.forward(c, model, kind == ReplayKind::none ? nullptr : &sampler, std::span(&sample, 1), micro, false, {});
     return seen;
