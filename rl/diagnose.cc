@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/device.h"
 #include "core/formats.h"
 #include "model/head.h"
 
@@ -58,7 +59,10 @@ Trace trace_sequence(Context& c, const Model& model, std::span<const int32_t> to
   CHECK(chunk >= 0 && temperature > 0, "chunk {} temperature {}", chunk, temperature);
   const ModelConfig& config = model.weights->config();
   Trace trace;
-  const Probe probe = [&](int layer, std::string_view point, ConstTensorView seen) { record(trace, layer, point, seen); };
+  const Probe probe = [&](int layer, std::string_view point, ConstTensorView seen) {
+    const ArenaScope scope(*c.host);
+    record(trace, layer, point, on_host(c, seen));
+  };
   Model probed = model;
   probed.probe = &probe;
 
@@ -67,7 +71,7 @@ Trace trace_sequence(Context& c, const Model& model, std::span<const int32_t> to
   const int64_t num_pages = (rows + page_tokens - 1) / page_tokens;
   const StateSize size = StatePool::size(config, model.weights->numerics(), page_tokens);
   Arena state_arena("diagnosis state",
-                    size.slot_bytes + static_cast<size_t>(num_pages + 1) * size.page_bytes + (size_t{1} << 20));
+                    size.slot_bytes + static_cast<size_t>(num_pages + 1) * size.page_bytes + (size_t{1} << 20), c.device);
   const StatePool state(config, model.weights->numerics(), 1, num_pages, page_tokens, state_arena);
   std::vector<int32_t> pages(static_cast<size_t>(num_pages));
   for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<int32_t>(i);
@@ -77,19 +81,20 @@ Trace trace_sequence(Context& c, const Model& model, std::span<const int32_t> to
   const int64_t step = whole ? rows : chunk;
   for (int64_t first = 0; first < rows; first += step) {
     const int64_t count = std::min(step, rows - first);
-    ArenaScope scope(*c.workspace);
+    const ArenaScope scope(*c.workspace), host_scope(*c.host);
     const SequenceRows piece{.tokens = tokens.subspan(static_cast<size_t>(first), static_cast<size_t>(count)),
                              .first_position = first,
                              .slot = whole ? -1 : 0,
                              .pages = std::span(pages).first(static_cast<size_t>(state.pages_for(first + count)))};
     const SequenceBatch& batch = builder.build(c, *c.workspace, std::span(&piece, 1), WantedRows::all);
     const TensorView hidden = forward(c, probed, batch, state, nullptr);
-    const TensorView target = c.workspace->tensor(DType::i32, {count}, "target");
-    const TensorView temperatures = c.workspace->tensor(DType::f32, {count}, "temperature");
+    const TensorView target = c.host->tensor(DType::i32, {count}, "target");
+    const TensorView temperatures = c.host->tensor(DType::f32, {count}, "temperature");
     std::memcpy(target.data, tokens.data() + first + 1, static_cast<size_t>(count) * sizeof(int32_t));
     std::fill_n(temperatures.ptr<float>(), count, temperature);
-    const TensorView logprob(trace.logprobs.data() + first, DType::f32, {count});
-    head_logprob(c, probed, logprob, {}, {}, hidden, target, temperatures);
+    const TensorView logprob = c.workspace->tensor(DType::f32, {count}, "logprob");
+    head_logprob(c, probed, logprob, {}, {}, hidden, on_device(c, target, *c.workspace), on_device(c, temperatures, *c.workspace));
+    download(c, TensorView(trace.logprobs.data() + first, DType::f32, {count}), logprob);
   }
   return trace;
 }

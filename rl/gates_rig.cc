@@ -218,20 +218,22 @@ std::optional<TokenLogprobs> Rig::routed_logprobs(const TrainSample& sample, boo
   const ModelConfig& m = policy_->config();
   if (flip && m.experts_per_token == m.num_experts) return std::nullopt;
   Trace own = trace_sequence(c, policy_->model(), sample.tokens, 0, sample.temperature);
+  const ArenaScope scope(*c.workspace);
   Choices choices;
   choices.experts.resize(static_cast<size_t>(m.num_layers()));
   for (Trace::Point& p : own.points) {
     if (p.name != "ffn.ids") continue;
     auto* const ids = reinterpret_cast<int32_t*>(p.rows.data());
     const int64_t K = m.experts_per_token, T = static_cast<int64_t>(p.rows.size() / p.row_bytes);
-    choices.experts[static_cast<size_t>(p.layer)] = ConstTensorView(ids, DType::i32, {T, K});
-    if (!flip || p.layer != m.num_layers() / 2) continue;
-    // One token of the response, in its middle: its first expert is another one, the ids ascend again.
-    int32_t* const row = ids + (sample.prompt_length - 1 + sample.response_length() / 2) * K;
-    int32_t other = 0;
-    while (std::find(row, row + K, other) != row + K) ++other;
-    row[0] = other;
-    std::sort(row, row + K);
+    if (flip && p.layer == m.num_layers() / 2) {
+      // One token of the response, in its middle: its first expert is another one, the ids ascend again.
+      int32_t* const row = ids + (sample.prompt_length - 1 + sample.response_length() / 2) * K;
+      int32_t other = 0;
+      while (std::find(row, row + K, other) != row + K) ++other;
+      row[0] = other;
+      std::sort(row, row + K);
+    }
+    choices.experts[static_cast<size_t>(p.layer)] = on_device(c, TensorView(ids, DType::i32, {T, K}), *c.workspace);
   }
   Model repeating = policy_->model();
   repeating.replay = &choices;
