@@ -151,6 +151,8 @@ struct BenchArgs {
 };
 int bench_command(const BenchArgs& args);
 
+int doctor_command(bool machine_only);
+
 struct GatesArgs {
   std::string config;        // RUN.toml, or empty
   std::string model_config;  // config.json, for random weights

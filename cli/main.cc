@@ -276,6 +276,11 @@ int run(int argc, char** argv) {
   w->add_option("--key-file", check_weights.key_file, "File with the server's key, sent as a bearer token")->needs(serving_at);
   w->callback([&] { exit_code = run_alone("check-weights", [&] { return check_weights_command(check_weights); }); });
 
+  bool machine_only = false;
+  CLI::App* d = app.add_subcommand("doctor", "What this machine has, and whether sampler and trainer agree on it: about a minute");
+  d->add_flag("--machine", machine_only, "Only what it has");
+  d->callback([&] { exit_code = run_alone("doctor", [&] { return doctor_command(machine_only); }); });
+
   PlanArgs plan;
   CLI::App* p = app.add_subcommand("plan", "Whether a model fits onto devices under a layout, what ranks tell each other, how long a step takes at least");
   const auto count = [&](const char* name, int64_t& value, const char* help) { p->add_option(name, value, help)->check(CLI::Range(int64_t{1}, int64_t{1} << 24)); };

@@ -101,6 +101,21 @@ TEST_F(CommandLine, ServeAnswersUntilSigterm) {
          0, "code 0\nserving tiny at http://127.0.0.1:");
 }
 
+TEST_F(CommandLine, TheDoctorTellsAndChecks) {
+  expect(lockstep("doctor --machine"), 0, "of open files");
+  const Outcome checked = lockstep("doctor");
+  expect(checked, 0, "cpu            G1   bf16");
+  expect(checked, 0, "doctor: all is well");
+}
+
+TEST_F(CommandLine, ABenchPrintsALineAMeasurement) {
+  const Outcome done = lockstep("bench generate train rl --config " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json --batch 4 --prompt 8 --new 4 --tokens 64 --row 32 --repeat 1");
+  expect(done, 0, "{\"what\":\"generate\",\"device\":\"cpu\"");
+  expect(done, 0, "\"logprobs_differing\":0");
+  expect(lockstep("bench --config missing.json"), 2, "missing.json");
+  expect(lockstep("bench --config " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json --prompt 250"), 2, "max_position_embeddings 256");
+}
+
 TEST_F(CommandLine, GatesAndWeightsOfARun) {
   prepare();
   expect(lockstep("train run.toml --set model.init=random"), 0, "largest gap 0");
