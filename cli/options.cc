@@ -95,7 +95,7 @@ const std::vector<Setting>& rows() {
        "Trainer: ranks among which the experts of a stage are spread. Divides dp."},
       {"parallel.dp", +FIELD(parallel.dp), "ranks", "0", 0, kMaxRanks,
        "Trainer: ranks with the same dense weights, which share the samples of a step. tp x pp x dp is the number of ranks that mpirun or "
-       "srun started; 0 means what that leaves."},
+       "srun started, without parallel.rollout_ranks; 0 means what that leaves."},
       {"parallel.stages", +FIELD(parallel.stages), "layers", "", 0, 0,
        "Trainer: layers of each stage, separated by commas (12,11,11,9); empty balances the stages by operations."},
       {"parallel.rollout_tp", +FIELD(parallel.rollout_tp), "ranks", "0", 0, kMaxRanks,
@@ -103,6 +103,9 @@ const std::vector<Setting>& rows() {
       {"parallel.rollout_ep", +FIELD(parallel.rollout_ep), "ranks", "0", 0, kMaxRanks,
        "Sampler: engines among which experts are spread; 0 means parallel.ep, in eval 1. Where the two layouts differ, weights are copied after each "
        "step."},
+      {"parallel.rollout_ranks", +FIELD(parallel.rollout_ranks), "ranks", "0", 0, kMaxRanks,
+       "The last so many of the ranks that were started only sample, and the others only train; 0: every rank does both. Then parallel.deadline_s must cover "
+       "a whole rollout, and the training of a whole step, because one side waits for the other."},
       {"parallel.deadline_s", +FIELD(parallel.deadline_s), "seconds", "600.0", 1, 1e6,
        "Longest wait of one rank for another before the job ends as stalled. It covers how much one rank's share can take longer "
        "than another's, and the writing of a checkpoint."},

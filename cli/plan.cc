@@ -77,7 +77,8 @@ Result<PlanInput> read_input(const PlanArgs& a) {
   p.offload_optimizer = a.offload_optimizer;
   p.hot = a.hot;
   p.ranks = static_cast<int>(a.ranks > 0 ? a.ranks : parallel.tp * parallel.pp * std::max(parallel.dp, parallel.ep));
-  p.rollout_ranks = static_cast<int>(a.rollout_ranks);
+  take(a.rollout_ranks, parallel.rollout_ranks);
+  p.rollout_ranks = static_cast<int>(parallel.rollout_ranks);
   p.train = {.tp = static_cast<int>(parallel.tp), .pp = static_cast<int>(parallel.pp), .ep = static_cast<int>(parallel.ep), .dp = static_cast<int>(parallel.dp)};
   p.rollout = {.tp = static_cast<int>(std::max<int64_t>(1, parallel.rollout_tp)), .ep = static_cast<int>(parallel.rollout_ep > 0 ? parallel.rollout_ep : parallel.ep)};
   if (!parallel.stages.empty()) {

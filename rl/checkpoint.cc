@@ -184,7 +184,8 @@ Status write_checkpoint(RunDir* dir, const Peers& peers, const std::string& dire
                         const std::string& resolved) {
   LOCKSTEP_RETURN_IF_ERROR(peers.agree(write_files(directory), "checkpoint"));
   std::vector<int64_t> mine(kSumsOfRank), all(static_cast<size_t>(kSumsOfRank * peers.size()));
-  LOCKSTEP_RETURN_IF_ERROR(peers.agree(add_own_checksums(directory, peers.rank(), peers.size(), mine), "checksums"));
+  const int writers = peers.num_trainers();
+  LOCKSTEP_RETURN_IF_ERROR(peers.agree(peers.trains() ? add_own_checksums(directory, peers.rank(), writers, mine) : Status::ok(), "checksums"));
   if (peers.alone()) {
     all = mine;
   } else {
@@ -193,7 +194,7 @@ Status write_checkpoint(RunDir* dir, const Peers& peers, const std::string& dire
   return peers.by_first("checkpoint", [&] {
     LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kSettingsFile, resolved));
     LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kStateFile, run_state_json(state) + "\n"));
-    LOCKSTEP_RETURN_IF_ERROR(write_checksums(directory, peers.size(), all));
+    LOCKSTEP_RETURN_IF_ERROR(write_checksums(directory, writers, all));
     return dir->finish_checkpoint(state.step);
   });
 }

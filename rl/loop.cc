@@ -13,11 +13,14 @@
 // trainer's own, and train.tis and train.replay say what is done about the rest.
 //
 // Many ranks: rollout and actor each share their work and hand everything to everyone, so that the stages between see whole
-// steps on every rank, and what they compute is the same everywhere. Only rank 0 writes.
+// steps on every rank, and what they compute is the same everywhere. Only rank 0 writes. Where samplers and trainers are different ranks, the stages
+// between are the trainers', and everyone meets when trajectories are handed over and at the end of the step: for its error, if it has one, and for the
+// weights. A colocated run is the case where both sides are everyone.
 
 #include "rl/loop.h"
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <filesystem>
@@ -78,9 +81,14 @@ std::string trajectory_json(const Group& group, const Trajectory& t) {
       .str();
 }
 
+// Of a step, in seconds.
+struct StepTimes {
+  double rollout = 0, reward = 0, record = 0, train = 0, sync = 0;
+};
+
 class Loop {
  public:
-  Loop(const LoopConfig& config, const Hooks& hooks, RankWorld* world) : config_(config), hooks_(hooks), peers_(world) {}
+  Loop(const LoopConfig& config, const Hooks& hooks, RankWorld* world) : config_(config), hooks_(hooks), peers_(world), side_(peers_) {}
 
   Status open(bool resume);
   Status run();
@@ -95,16 +103,29 @@ class Loop {
   Result<std::vector<Group>> rollout();
   // Completions of all requests, drawn now or finished by an earlier start of this run.
   Result<std::vector<Completion>> sample(std::span<const Request> requests);
+  Result<std::vector<Completion>> draw(std::span<const Request> requests);  // by the samplers
+  // The trainers' stages.
+  Status learn(std::vector<Group>& groups, Metrics& metrics, StepTimes& times);
   Status reward(std::vector<Group>& groups);
   Status advantage(std::vector<Group>& groups);
   Status train(std::vector<Group>& groups, Metrics& metrics);
   // The promise: what the trainer's forward saw is what the sampler recorded, or the run stops with a diagnosis.
   Status compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen);
+  // All ranks: the error of the trainers' stages. Where log-probs differ the samplers, who have the weights that drew them, say why.
+  Status meet(const Status& learnt, std::span<const Group> groups);
   Status evaluate_now();
   Status save();
   // What a weight update came to, and its line in sync.jsonl.
   Status record_sync(const Result<std::optional<SyncReceipt>>& receipt);
   int64_t max_context() const;
+  struct ActorTimes {
+    double forward = 0, backward = 0, optimizer = 0;
+  };
+  ActorTimes actor_times() {
+    if (!peers_.trains()) return {};
+    const Actor& a = policy_->actor();
+    return {a.forward_seconds(), a.backward_seconds(), a.optimizer_seconds()};
+  }
 
   std::string label(const char* stage) const { return fmt::format("step {}/{} {}", state_.step + 1, config_.run.steps, stage); }
   void write_timing(const JsonLine& line) { timing_ << line.str() << '\n' << std::flush; }
@@ -120,6 +141,7 @@ class Loop {
   const LoopConfig& config_;
   const Hooks& hooks_;
   Peers peers_;
+  Peers side_;  // who does what this rank does: everyone, or the trainers, or the samplers
   std::optional<RunGroups> groups_;  // none: alone
   std::unique_ptr<Policy> policy_;
   std::unique_ptr<ReferencePolicy> reference_;  // only with a KL term
@@ -136,6 +158,10 @@ class Loop {
   int64_t equal_steps_ = 0;      // in a row, up to now, in which all rewards were equal
   Stopwatch since_waits_;
   double logprob_seconds_ = 0;  // of this step: trainer forwards besides the one that is differentiated
+  struct Unequal {              // the first token whose two log-probs differ
+    int64_t sample = -1, token = 0, train_bits = 0;
+  };
+  Unequal unequal_;
 };
 
 Status Loop::open(bool resume) {
@@ -167,14 +193,16 @@ Status Loop::make_layouts() {
     Result<Layouts> resolved = resolve_layouts(config_.parallel, config.value(), max_context(), peers_.size());
     if (!resolved) return resolved.status();
     layouts = resolved.take();
-    if (!peers_.alone()) hooks_.say(fmt::format("trainer: {}; sampler: {}", layouts.train.str(), layouts.rollout.str()));
+    if (!peers_.alone())
+      hooks_.say(fmt::format("trainer: {}; sampler{}: {}", layouts.train.str(), layouts.apart ? ", on ranks of its own" : "", layouts.rollout.str()));
     return Status::ok();
   };
   LOCKSTEP_RETURN_IF_ERROR(peers_.agree(resolve(), "layouts"));
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(model_config_json(config.value())), "model configs"));
   if (peers_.alone()) return Status::ok();
   groups_.emplace(make_run_groups(*peers_.world(), layouts, config.value(), config_.model.numerics, config_.model.sampler_numerics()));
-  peers_ = Peers(peers_.world(), &groups_->rollout);
+  peers_ = Peers(peers_.world(), &*groups_);
+  side_ = peers_.side();
   return Status::ok();
 }
 
@@ -192,7 +220,7 @@ Status Loop::load_inputs(int threads) {
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (!policy) return policy.status();
   policy_ = policy.take();
-  if (c.train.loss.kl != KlKind::none) {
+  if (c.train.loss.kl != KlKind::none && peers_.trains()) {
     Result<std::unique_ptr<ReferencePolicy>> reference = ReferencePolicy::make(*policy_, c.model, use);
     if (!reference) return reference.status();
     reference_ = reference.take();
@@ -279,12 +307,16 @@ Result<std::vector<Group>> Loop::rollout() {
 }
 
 Result<std::vector<Completion>> Loop::sample(std::span<const Request> requests) {
+  return peers_.share(peers_.samples() ? draw(requests) : std::vector<Completion>());
+}
+
+Result<std::vector<Completion>> Loop::draw(std::span<const Request> requests) {
   const int64_t step = state_.step + 1;
   const std::string weights = fmt::format("{:016x} {} {}", weights_sum_, numerics_name(config_.model.sampler_numerics()), policy_->weights().version());
   RolloutLog log(rollout_log_path(config_.run.dir, step), step, checksum(weights), requests, peers_.rank());
   std::vector<Completion> logged;
   if (step <= last_logged_step_) {
-    LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("rollout log", [&] {
+    LOCKSTEP_RETURN_IF_ERROR(side_.by_first("rollout log", [&] {
       Result<LoggedRollout> read = log.read();
       if (!read) return read.status();
       logged = std::move(read.value().completions);
@@ -293,11 +325,11 @@ Result<std::vector<Completion>> Loop::sample(std::span<const Request> requests) 
                              read.value().damaged_lines > 0 ? fmt::format(", {} damaged lines passed over", read.value().damaged_lines) : ""));
       return Status::ok();
     }));
-    peers_.broadcast(logged, "rollout log");
+    side_.broadcast(logged, "rollout log");
   }
   const std::vector<Request> missing = missing_requests(requests, logged);
-  Result<std::vector<Completion>> drawn = peers_.run(policy_->engine(), policy_->context(), missing, hooks_, label("rollout"),
-                                                     [&](std::span<const Completion> finished) { return log.append(finished); });
+  Result<std::vector<Completion>> drawn = side_.run(policy_->own_engine(), policy_->context(), missing, hooks_, label("rollout"),
+                                                    [&](std::span<const Completion> finished) { return log.append(finished); });
   if (!drawn) return drawn.status();
   report_.samples_logged += static_cast<int64_t>(logged.size());
   report_.samples_drawn += static_cast<int64_t>(drawn.value().size());
@@ -319,7 +351,7 @@ Status Loop::reward(std::vector<Group>& groups) {
       rows.push_back({g.prompt.text, t.text, g.prompt.label});
     }
   }
-  Result<std::vector<RewardResult>> verdicts = peers_.grade(*judge_, rows);
+  Result<std::vector<RewardResult>> verdicts = side_.grade(*judge_, rows);
   if (!verdicts) return verdicts.status();
   std::set<float> scores;
   for (size_t i = 0; i < judged.size(); ++i) {
@@ -489,7 +521,54 @@ Status Loop::compare(std::span<const TrainSample> samples, std::span<const Token
   const Comparison c = compare_logprobs(samples, seen);
   report_.compared_tokens += c.num_tokens;
   if (!c.first) return Status::ok();
+  if (peers_.apart()) {
+    unequal_ = {c.first->sample_index, c.first->response_token, std::bit_cast<int32_t>(c.first->train_logprob)};
+    return errorf("step {}: log-probs of sample {} differ", state_.step + 1, unequal_.sample);
+  }
   return errorf("step {}: {}", state_.step + 1, diagnose_difference(policy_->context(), policy_->model(), *c.first));
+}
+
+Status Loop::meet(const Status& learnt, std::span<const Group> groups) {
+  if (!peers_.apart()) return learnt;
+  int64_t found[] = {unequal_.sample, unequal_.token, unequal_.train_bits};
+  peers_.group()->broadcast(std::span(found), 0, "step");
+  if (found[0] < 0) return peers_.told(learnt, "step", 0);
+  std::string text;
+  for (const Group& g : groups) {
+    for (const Trajectory& t : g.trajectories) {
+      if (t.index != found[0] || !peers_.samples()) continue;
+      text = diagnose_difference(policy_->context(), policy_->model(),
+                                 {.sample_index = t.index,
+                                  .tokens = t.tokens,
+                                  .prompt_length = t.prompt_length,
+                                  .response_token = found[1],
+                                  .temperature = config_.rollout.temperature,
+                                  .rollout_logprob = t.logprobs[static_cast<size_t>(found[1])],
+                                  .train_logprob = std::bit_cast<float>(static_cast<int32_t>(found[2]))});
+    }
+  }
+  peers_.tell(&text, "diagnosis", peers_.first_sampler());
+  return errorf("step {}: {}", state_.step + 1, text);
+}
+
+Status Loop::learn(std::vector<Group>& groups, Metrics& metrics, StepTimes& times) {
+  Stopwatch watch;
+  LOCKSTEP_RETURN_IF_ERROR(reward(groups));
+  LOCKSTEP_RETURN_IF_ERROR(advantage(groups));
+  times.reward = watch.lap();
+  if (config_.run.save_rollouts) {
+    LOCKSTEP_RETURN_IF_ERROR(side_.by_first("rollout records", [&] {
+      std::string records;
+      for (const Group& g : groups) {
+        for (const Trajectory& t : g.trajectories) records += trajectory_json(g, t) + "\n";
+      }
+      return dir_->write_rollouts(state_.step + 1, records);
+    }));
+  }
+  times.record = watch.lap();
+  metrics.emplace_back("rollout/step", static_cast<double>(state_.step + 1));
+  add_rollout_metrics(metrics, groups);
+  return train(groups, metrics);
 }
 
 Status Loop::evaluate_now() {
@@ -550,36 +629,20 @@ Status Loop::run() {
   if (state_.step == 0 && run.eval_every > 0) LOCKSTEP_RETURN_IF_ERROR(evaluate_now());
   while (state_.step < run.steps) {
     Stopwatch watch;
-    const Actor& actor = policy_->actor();
-    const double forward_before = actor.forward_seconds(), backward_before = actor.backward_seconds(),
-                 optimizer_before = actor.optimizer_seconds();
+    StepTimes times;
+    const ActorTimes actor_before = actor_times();
     const int64_t rollout_before = report_.rollout_tokens, train_before = report_.train_tokens;
 
     Result<std::vector<Group>> made = rollout();
     if (!made) return made.status();
     std::vector<Group>& groups = made.value();
-    const double rollout_s = watch.lap();
-
-    LOCKSTEP_RETURN_IF_ERROR(reward(groups));
-    LOCKSTEP_RETURN_IF_ERROR(advantage(groups));
-    const double reward_s = watch.lap();
-    if (run.save_rollouts) {
-      LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("rollout records", [&] {
-        std::string records;
-        for (const Group& g : groups) {
-          for (const Trajectory& t : g.trajectories) records += trajectory_json(g, t) + "\n";
-        }
-        return dir_->write_rollouts(state_.step + 1, records);
-      }));
-    }
-    const double record_s = watch.lap();
+    times.rollout = watch.lap();
 
     Metrics metrics;
-    metrics.emplace_back("rollout/step", static_cast<double>(state_.step + 1));
-    add_rollout_metrics(metrics, groups);
-    LOCKSTEP_RETURN_IF_ERROR(train(groups, metrics));
+    const Status learnt = peers_.trains() ? learn(groups, metrics, times) : Status::ok();
+    LOCKSTEP_RETURN_IF_ERROR(meet(learnt, groups));
     if (const Status same = same_weights(); !same) return errorf("step {}: {}", state_.step + 1, same.message());
-    const double train_s = watch.lap();
+    times.train = watch.lap() - times.reward - times.record;
 
     ++state_.step;
     const Result<std::optional<SyncReceipt>> receipt = policy_->sync();
@@ -588,31 +651,32 @@ Status Loop::run() {
       metrics.emplace_back("sync/saturated", receipt.value()->quantized.saturated);
       metrics.emplace_back("sync/underflowed", receipt.value()->quantized.underflowed);
     }
-    const double sync_s = watch.lap();
+    times.sync = watch.lap();
     state_.cursor = task_->cursor();
     report_.last_step = state_.step;
-    report_.rollout_seconds += rollout_s;
-    report_.reward_seconds += reward_s;
-    report_.train_seconds += train_s;
-    report_.save_seconds += record_s;
+    report_.rollout_seconds += times.rollout;
+    report_.reward_seconds += times.reward;
+    report_.train_seconds += times.train;
+    report_.save_seconds += times.record;
     LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("metrics", [&] { return dir_->append_metrics(metrics_line(state_.step, metrics)); }));
 
-    const double rollout_rate = static_cast<double>(report_.rollout_tokens - rollout_before) / rollout_s;
-    const double train_rate = static_cast<double>(report_.train_tokens - train_before) / train_s;
+    const double rollout_rate = static_cast<double>(report_.rollout_tokens - rollout_before) / times.rollout;
+    const double train_rate = static_cast<double>(report_.train_tokens - train_before) / times.train;
     const double step_s = watch.seconds();
     const std::vector<float> waits = take_waits();
+    const ActorTimes actor_now = actor_times();
     JsonLine timing;
     timing.add("step", state_.step)
         .add("perf/step_time", step_s)
-        .add("perf/rollout_time", rollout_s)
-        .add("perf/reward_time", reward_s)
-        .add("perf/train_time", train_s)
+        .add("perf/rollout_time", times.rollout)
+        .add("perf/reward_time", times.reward)
+        .add("perf/train_time", times.train)
         .add("perf/log_probs_time", logprob_seconds_)
-        .add("perf/actor_train_time", train_s - logprob_seconds_)
-        .add("perf/actor_forward_time", actor.forward_seconds() - forward_before)
-        .add("perf/actor_backward_time", actor.backward_seconds() - backward_before)
-        .add("perf/sync_time", sync_s)
-        .add("perf/optimizer_time", actor.optimizer_seconds() - optimizer_before)
+        .add("perf/actor_train_time", times.train - logprob_seconds_)
+        .add("perf/actor_forward_time", actor_now.forward - actor_before.forward)
+        .add("perf/actor_backward_time", actor_now.backward - actor_before.backward)
+        .add("perf/sync_time", times.sync)
+        .add("perf/optimizer_time", actor_now.optimizer - actor_before.optimizer)
         .add("perf/rollout_tok_per_s", rollout_rate)
         .add("perf/actor_train_tok_per_s", train_rate);
     if (!waits.empty()) {

@@ -1,8 +1,8 @@
 #pragma once
 // The reinforcement learning loop: task -> rollout -> reward -> advantage -> train -> new version -> rollout.
 //
-// Of one process, or of many ranks, which share each step's prompts and samples; trainer and sampler each have a layout over the same ranks
-// (rl/layouts.h). Rank 0 writes the run directory. The samples drawn from given weights are the same for any number of ranks; gradients differ by the order in
+// Of one process, or of many ranks, which share each step's prompts and samples; trainer and sampler each have a layout, over the same ranks or each over
+// its own (rl/layouts.h). Rank 0 writes the run directory. The samples drawn from given weights are the same for any number of ranks; gradients differ by the order in
 // which they are added, so a run repeats to the bit with as many ranks, and may be resumed with another number.
 
 #include <cstdint>

@@ -59,6 +59,7 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
 
 // What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
 // that the system kills later. Activations come on top.
+// `use` is that of this rank.
 Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler, Numerics sampler_numerics) {
   const double owners = use.ranks == nullptr ? 1 : use.ranks->layouts.train.dp;
   double weights = 0, training = 0, state = 0;
@@ -91,7 +92,7 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
                 use.sample ? use.engine.max_running : 0, state / kGiB, physical / kGiB);
 }
 
-Groups* trainers(const PolicyUse& use) { return use.ranks == nullptr ? nullptr : &use.ranks->train; }
+Groups* trainers(const PolicyUse& use) { return use.ranks == nullptr ? nullptr : &*use.ranks->train; }
 
 std::string mebibytes(size_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
 
@@ -147,7 +148,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   if (options.device == Device::gpu) LOCKSTEP_RETURN_IF_ERROR(device_available());
   RunGroups* const ranks = use.ranks;
   if (is_directory(options.init)) {
-    LOCKSTEP_RETURN_IF_ERROR(ranks == nullptr ? check_checkpoint(options.init) : check_checkpoint(options.init, ranks->train.rank, ranks->train.grid.ranks()));
+    LOCKSTEP_RETURN_IF_ERROR(ranks == nullptr ? check_checkpoint(options.init) : check_checkpoint(options.init, ranks->rank(), ranks->all->size()));
   }
   Result<ModelConfig> config = find_model_config(options);
   if (!config) return config.status();
@@ -172,6 +173,9 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   const Placement trainer = ranks != nullptr ? ranks->trainer : Placement{.shards = {whole}, .numerics = options.numerics};
   const Placement sampler = ranks != nullptr ? ranks->sampler : Placement{.shards = {whole}, .numerics = options.sampler_numerics()};
   const bool apart = use.train && use.sample && trainer != sampler;
+  PolicyUse own = use;
+  own.train = use.train && (ranks == nullptr || ranks->train);
+  own.sample = use.sample && (ranks == nullptr || ranks->rollout);
   const Shard& sampled = ranks != nullptr ? ranks->sampler_shard() : whole;
   const Shard held = ranks == nullptr ? whole_shard(config.value()) : use.train ? ranks->trainer_shard() : ranks->sampler_shard();
   if (apart && !can_follow(trainer.numerics, sampler.numerics)) {
@@ -187,10 +191,10 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
                     numerics_name(sampler.numerics));
   }
   if (apart && options.device == Device::gpu) {
-    return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, or set "
-                  "device = cpu");
+    return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, "
+                  "parallel.rollout_ranks 0, or set device = cpu");
   }
-  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, use, held, apart ? &sampled : nullptr, sampler.numerics));
+  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, own, held, apart ? &sampled : nullptr, sampler.numerics));
 
   std::unique_ptr<Policy> p(new Policy(options.device, num_threads(use.threads)));
   p->config_ = config.take();
@@ -202,39 +206,49 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   if (apart) {
     p->sampler_weights_ = std::make_unique<Weights>(p->config_, sampler.numerics, sampled, *p->weights_arena_);
     p->model_.weights = p->sampler_weights_.get();
-    p->transfer_ = std::make_unique<Transfer>(ranks != nullptr ? ranks->train.all : nullptr, *p->weights_, *p->sampler_weights_, trainer, sampler,
+    p->transfer_ = std::make_unique<Transfer>(ranks != nullptr ? ranks->all : nullptr, *p->weights_, *p->sampler_weights_, trainer, sampler,
                                               [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_);
   }
-  if (ranks != nullptr && use.sample) {
-    if (ranks->rollout.tp.size() > 1) p->model_.tp = &ranks->rollout.tp;
-    if (ranks->rollout.ep.size() > 1) p->model_.ep = &ranks->rollout.ep;
+  if (ranks != nullptr && own.sample) {
+    if (ranks->rollout->tp.size() > 1) p->model_.tp = &ranks->rollout->tp;
+    if (ranks->rollout->ep.size() > 1) p->model_.ep = &ranks->rollout->ep;
   }
   p->model_.rope = make_rope_tables(p->context(), p->config_, use.engine.max_context, *p->rope_arena_);
   p->model_.cache = {options.kv_fp8, options.index_fp4};
   p->ranks_ = ranks;
   const Result<ReadBox> source = weight_source(options, p->config_, use.seed);
   if (!source) return source.status();
-  if (use.train) {
+  if (own.train) {
     p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, actor_options(options, use), trainers(use));
     if (use.actor.replay != ReplayKind::none) p->actor_->replay(*p->sampler_weights_);
     LOCKSTEP_RETURN_IF_ERROR(p->actor_->load_masters(source.value()));
-  } else {
+  } else if (!use.train) {
     LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), source.value(), 0));
   }
-  if (use.sample) {
+  if (own.sample) {
     p->state_arena_ = std::make_unique<Arena>("sequence state", kArenaReserve, options.device);
     p->engine_ = std::make_unique<Engine>(p->context(), p->model_, use.engine, *p->state_arena_);
   }
   return p;
 }
 
+// Ranks that do not train hear from the first one which version the trainers have.
+void Policy::follow_trainers() {
+  if (ranks_ == nullptr || !ranks_->layouts.apart) return;
+  int64_t version = weights_->version();
+  ranks_->all->broadcast(std::span(&version, 1), 0, "weights version");
+  if (!actor_) weights_->commit(context(), version);
+}
+
 Result<std::optional<SyncReceipt>> Policy::publish() {
   if (!transfer_) return std::optional<SyncReceipt>();
   transfer_->forget();
+  follow_trainers();
   return transfer();
 }
 
 Result<std::optional<SyncReceipt>> Policy::sync() {
+  if (transfer_) follow_trainers();
   if (!transfer_ || weights_->version() == sampler_weights_->version()) return std::optional<SyncReceipt>();
   return transfer();
 }
@@ -246,8 +260,9 @@ Result<std::optional<SyncReceipt>> Policy::transfer() {
 }
 
 Policy::WeightsSum Policy::weights_sum() {
-  const Coordinates at = ranks_ == nullptr ? Coordinates() : ranks_->train.at();
-  const int replica = ranks_ == nullptr ? 0 : ranks_->train.grid.ep_block(ranks_->train.rank);
+  if (ranks_ != nullptr && !ranks_->train) return {};
+  const Coordinates at = ranks_ == nullptr ? Coordinates() : ranks_->train->at();
+  const int replica = ranks_ == nullptr ? 0 : ranks_->train->grid.ep_block(ranks_->train->rank);
   const Numerics numerics = weights_->numerics();
   WeightsSum sum;
   // Every stored element with its place in the whole tensor, mixed, so that the order of adding does not matter.
@@ -298,8 +313,9 @@ std::string Policy::memory_report() {
 }
 
 Status Policy::save(const std::string& directory) const {
+  if (!actor_) return Status::ok();
   LOCKSTEP_RETURN_IF_ERROR(actor_->save(directory));
-  if (ranks_ != nullptr && ranks_->train.rank > 0) return Status::ok();
+  if (ranks_ != nullptr && ranks_->rank() > 0) return Status::ok();
   LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kConfigFile, model_config_json(config_)));
   return tokenizer_->save(directory);
 }
@@ -309,7 +325,7 @@ Status Policy::load(const std::string& directory) {
   if (!config) return config.status();
   if (config.value() != config_)
     return errorf("{}/{}: the checkpoint's model is not the one that the run describes", directory, kConfigFile);
-  return actor_->load(directory);
+  return actor_ ? actor_->load(directory) : Status::ok();
 }
 
 Status Policy::load_beside(const std::string& checkpoint) {

@@ -3,7 +3,8 @@
 // actor. Owns them all; everything else in this room borrows. One thread at a time.
 //
 // Of many ranks each has its shards in both layouts. Where these are the same on every rank, and the numerics are, engine and actor read the same
-// weights; otherwise the engine has its own, which publish() and sync() bring to the actor's version (sync/transfer.h).
+// weights; otherwise the engine has its own, which publish() and sync() bring to the actor's version (sync/transfer.h). Where trainers and samplers are
+// different ranks, a rank has an actor or an engine, and weights of the other kind without a tensor in them.
 
 #include <cstdint>
 #include <memory>
@@ -43,8 +44,8 @@ struct PolicyUse {
   uint64_t seed = 0;          // of random weights
   int threads = 0;            // 0: one a core
   EngineOptions engine = {};  // max_context bounds prompt + response, in sampling and training
-  bool sample = true;         // make an engine
-  bool train = false;         // make an actor
+  bool sample = true;         // make an engine, on ranks that sample
+  bool train = false;         // make an actor, on ranks that train
   OptimizerConfig optimizer = {};
   ActorOptions actor = {};  // its replay REQUIRES a sampler with weights of its own, in the trainer's layout
   RunGroups* ranks = nullptr;  // that work together, and outlive the policy; null: alone
@@ -67,8 +68,9 @@ class Policy {
     uint64_t share = 0;  // added over all ranks it depends on the weights alone, not on the layout
   };
   WeightsSum weights_sum();
-  Engine& engine() { return *engine_; }  // REQUIRES: use.sample
-  Actor& actor() { return *actor_; }     // REQUIRES: use.train
+  Engine& engine() { return *engine_; }        // REQUIRES: use.sample
+  Engine* own_engine() { return engine_.get(); }  // null on ranks without
+  Actor& actor() { return *actor_; }           // REQUIRES: use.train, on ranks that train
   // All ranks: the actor's weights to the sampler's. publish: all of them, after make() or load(). sync: what optimizer steps change. Both give the
   // receipt if anything was transferred; an error leaves the sampler as it was.
   Result<std::optional<SyncReceipt>> publish();
@@ -92,6 +94,7 @@ class Policy {
  private:
   Policy(Device device, int threads);
   Result<std::optional<SyncReceipt>> transfer();
+  void follow_trainers();
 
   DeviceContext context_;
   ModelConfig config_;

@@ -274,6 +274,7 @@ Planner::Side Planner::sampler(const Layout& layout) const {
   }
   const TrafficByName ends = rollout_traffic(m, p_.numerics, layout, exchange_rows, engines, 0);
   if (const auto it = ends.find("completions"); it != ends.end()) side.plan.traffic["completions"] = it->second;
+  if (p_.rollout_ranks > 0) add_traffic(side.plan.traffic, share_traffic(total, total * p_.response_tokens, p_.ranks, p_.ranks, p_.ranks + p_.rollout_ranks));
 
   const Ways w = ways(side.plan.traffic, grid, 0, [](std::string_view) { return true; });
   const auto decode_steps = static_cast<double>(steps);
@@ -298,11 +299,7 @@ PlanPart Planner::sync(const Side& trainer, const Side& sampler, CommBytes* busi
   const OptimizerConfig optimizer;
   Placement from = placement_of(p_.model, Grid(trainer.plan.layout), trainer.plan.stages, p_.numerics);
   Placement to = placement_of(p_.model, Grid(sampler.plan.layout), sampler.plan.stages, p_.numerics);
-  if (p_.rollout_ranks > 0) {  // one side holds nothing where the other is
-    const Shard nothing{.layers = {0, 0}, .embedding = false, .head = false, .experts = {0, 0}};
-    to.shards.insert(to.shards.begin(), from.shards.size(), nothing);
-    from.shards.resize(to.shards.size(), nothing);
-  }
+  if (p_.rollout_ranks > 0) place_apart(from, to);
   const SyncPlan plan = make_plan(p_.model, from, to, [&](const TensorSpec& t) { return is_trained(t, optimizer); });
   const std::vector<TensorSpec> table = tensor_table(p_.model);
   struct Moved {

@@ -17,6 +17,12 @@
 //   weights, weights check, weights agreed      all                        the update of a sampler with another layout            sync/plan.h
 //   engine step                                 ep group, a step           whether anyone has work                                here
 //   rollout, completions                        all                        16 + 24 bytes, and 20 + 12 a token of each response     here
+//
+// `all` are those of a layout. Where trainers and samplers are different ranks, there is between everyone besides:
+//
+//   weights, weights check, weights agreed      everyone                   as above                                               sync/plan.h
+//   weights version                             everyone                   8 bytes                                                here
+//   rollout, completions                        everyone                   8 + 8 bytes, and 20 + 12 a token of each response      here
 
 #include <functional>
 #include <map>
@@ -71,7 +77,7 @@ struct TrainerShape {
 };
 TrafficByName train_step_traffic(const TrainerShape& trainer, const TrainStepCalls& calls, int rank);
 
-// One Transfer::update between two placements of the same ranks.
+// One Transfer::update between two placements of all ranks.
 TrafficByName sync_traffic(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted, int64_t bucket_bytes,
                            int rank);
 
@@ -84,6 +90,11 @@ struct EngineCalls {
 };
 TrafficByName rollout_traffic(const ModelConfig& config, Numerics numerics, const Layout& layout, int64_t exchange_rows, std::span<const EngineCalls> engines,
                               int rank);
+
+// One Peers::share of so many samples and tokens of their responses.
+TrafficByName share_traffic(int64_t samples, int64_t tokens, int first_sampler, int rank, int ranks);
+// What Policy::sync says before its update.
+TrafficByName version_traffic(int rank, int ranks);
 
 // Sums by name.
 void add_traffic(TrafficByName& sum, const TrafficByName& more);

@@ -11,6 +11,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "io/checked_line.h"
 #include "io/json.h"
 #include "model/checkpoint_boxes.h"
 #include "parallel/testing.h"
@@ -227,6 +228,93 @@ TEST_F(DataParallel, TheSamplersLayoutChangesNothing) {
     EXPECT_EQ(version, 4);
     EXPECT_EQ(checksums.size(), 4u);
   }
+}
+
+// Samplers on ranks of their own, one rank that trains: the run's files have the bytes of one process alone, checkpoints included, and either goes on
+// where the other stopped.
+TEST_F(DataParallel, SamplersOnOtherRanksChangeNothing) {
+  LoopConfig config = loop_config("alone", 4);
+  config.run.checkpoint_every = 2;
+  config.run.eval_every = 2;
+  config.rollout.prompts_per_step = 3;
+  config.train.steps_per_rollout = 2;
+  config.train.loss.kl = KlKind::k3;
+  config.train.loss.kl_coef = 0.05f;
+  if (first()) run(config, false, nullptr);
+  LoopConfig half = config;
+  half.run.steps = 2;
+  config.parallel.rollout_ranks = world->size() - 1;
+  const ModelConfig model = find_model_config(config.model).value();
+  for (const Layout& layout : possible_layouts({.ranks = world->size() - 1, .layers = 1, .experts = model.num_experts, .output_groups = model.o_groups})) {
+    SCOPED_TRACE(layout.str());
+    config.parallel.rollout_tp = layout.tp;
+    config.parallel.rollout_ep = layout.ep;
+    for (const bool resumed : {false, true}) {
+      config.run.dir = half.run.dir = path(fmt::format("apart_tp{}_ep{}{}", layout.tp, layout.ep, resumed ? "_resumed" : ""));
+      if (resumed && first()) run(half, false, nullptr);
+      const LoopReport report = run(config, resumed, world);
+      EXPECT_EQ(report.last_step, 4);
+      if (!first()) continue;
+      EXPECT_GT(report.compared_tokens, 0);
+      EXPECT_EQ(report.max_gap, 0);
+      expect_same_runs(path("alone"), config.run.dir, 4);
+    }
+  }
+}
+
+TEST_F(DataParallel, SamplersAndTrainersHaveTheSameErrors) {
+  LoopConfig config = loop_config("run", 3);
+  config.parallel.rollout_ranks = world->size() - 1;
+  Hooks hooks;
+  hooks.line = [&](const std::string& text) {  // the records of step 3 will find a directory in their place
+    if (first() && text.starts_with("step 2/3")) fs::create_directories(path("run/rollouts/step_000003.jsonl/x"));
+  };
+  const Result<LoopReport> broken = run_loop(config, false, hooks, world);
+  ASSERT_FALSE(broken.is_ok());
+  EXPECT_NE(broken.message().find("step_000003.jsonl"), std::string::npos) << broken.message();
+  world->all().barrier("broken");
+
+  // A log-prob of a finished sample is not what the sampler recorded: the trainer notices, and the samplers look for the reason.
+  const std::string log = rollout_log_path(path("run"), 1);
+  if (first()) {
+    fs::remove_all(path("run/rollouts/step_000003.jsonl"));
+    int changed = 0;
+    for (const auto& entry : fs::directory_iterator(log)) {
+      std::string text;
+      for_each_checked_line(contents(entry.path()), [&](const JsonValue* line) {
+        if (line == nullptr || line->find("key") == nullptr) return;
+        JsonLine other;
+        for (const auto& [name, value] : line->members) {
+          if (name == "sum") continue;
+          std::vector<int32_t> numbers;
+          for (const JsonValue& v : value.items) {
+            int64_t n = 0;
+            EXPECT_TRUE(v.as_int64(&n));
+            numbers.push_back(static_cast<int32_t>(n));
+          }
+          if (name == "logprob_bits" && changed++ == 0) numbers[0] ^= 1;
+          int64_t number = 0;
+          if (value.is(JsonValue::Kind::array)) {
+            other.add(name, std::span<const int32_t>(numbers));
+          } else if (value.as_int64(&number)) {
+            other.add(name, number);
+          } else {
+            other.add(name, value.text);
+          }
+        }
+        text += checked_line(other) + "\n";
+      });
+      std::ofstream(entry.path()) << text;
+    }
+    EXPECT_EQ(changed, 8) << "samples of step 1";
+  }
+  world->all().barrier("changed");
+  const Result<LoopReport> unequal = run_loop(config, true, Hooks(), world);
+  ASSERT_FALSE(unequal.is_ok());
+  EXPECT_TRUE(unequal.message().starts_with("step 1: sample ")) << unequal.message();
+  EXPECT_NE(unequal.message().find("response token 0"), std::string::npos) << unequal.message();
+  EXPECT_NE(unequal.message().find("gives equal bits everywhere when it is alone"), std::string::npos) << unequal.message();
+  EXPECT_EQ(unequal.message().find('\n', unequal.message().find('\n') + 1), std::string::npos) << "nobody else spoke: " << unequal.message();
 }
 
 // Trainer and sampler both cut: the weights must travel. The first step's samples are drawn from the weights of the start, so they are those of

@@ -31,6 +31,8 @@ struct Case {
   std::vector<int64_t> layers;  // of the trainer's stages
   bool recompute = false;
   Numerics numerics = Numerics::bf16;
+  bool apart = false;  // the sampler has ranks of its own
+  int ranks() const { return train.ranks() + (apart ? rollout.ranks() : 0); }
 };
 const std::vector<Case> kCases = {
     {{.dp = 2}, {.dp = 2}, {5}},
@@ -47,6 +49,10 @@ const std::vector<Case> kCases = {
     {{.pp = 2, .ep = 2, .dp = 4}, {.ep = 2, .dp = 8}, {2, 3}},
     {{.pp = 4, .ep = 2, .dp = 2}, {.tp = 2, .ep = 2, .dp = 4}, {0, 2, 3, 0}, true, Numerics::f32},
     {{.ep = 4, .dp = 8}, {.dp = 8}, {5}, false, Numerics::f32},
+    {{.dp = 1}, {.dp = 1}, {5}, false, Numerics::bf16, true},
+    {{.pp = 2, .dp = 1}, {.tp = 2, .dp = 1}, {2, 3}, false, Numerics::bf16, true},
+    {{.dp = 1}, {.dp = 3}, {5}, true, Numerics::bf16, true},
+    {{.pp = 2, .ep = 2, .dp = 2}, {.ep = 4, .dp = 4}, {3, 2}, false, Numerics::bf16, true},
 };
 
 ModelConfig tiny_config() {
@@ -70,12 +76,12 @@ void count_experts(const ModelConfig& m, int layer, ConstTensorView ids, std::ve
 struct WholeRun {
   explicit WholeRun(const Case& c)
       : layouts{.train = c.train, .rollout = c.rollout, .stages = split_layers(c.layers, c.train.pp, config.num_layers()).value(),
-                .rollout_stages = {{0, config.num_layers()}}},
+                .rollout_stages = {{0, config.num_layers()}}, .apart = c.apart},
         groups(groups_of(layouts, config, c.numerics)), apart(groups.trainer != groups.sampler),
         trainer(config, c.numerics, groups.trainer_shard(), arena), trainer_bytes(static_cast<int64_t>(arena.used_bytes())),
-        rope(make_rope_tables(config, config.max_positions, arena)), options{.max_tokens_per_microbatch = kMicroBatchTokens, .recompute = c.recompute},
-        actor(context, trainer, rope, optimizer, options, &groups.train) {
-    actor.initialize(kSeed);
+        rope(make_rope_tables(config, config.max_positions, arena)), options{.max_tokens_per_microbatch = kMicroBatchTokens, .recompute = c.recompute} {
+    if (groups.train) actor.emplace(context, trainer, rope, optimizer, options, &*groups.train).initialize(kSeed);
+    follow_trainers();
     model.weights = &trainer;
     model.rope = rope;
     if (apart) {
@@ -86,9 +92,16 @@ struct WholeRun {
       sampler_bytes = static_cast<int64_t>(arena.used_bytes() - before);
       CHECK(transfer->update(context).is_ok(), "the first update");
     }
-    if (groups.rollout.tp.size() > 1) model.tp = &groups.rollout.tp;
-    if (groups.rollout.ep.size() > 1) model.ep = &groups.rollout.ep;
+    if (groups.rollout && groups.rollout->tp.size() > 1) model.tp = &groups.rollout->tp;
+    if (groups.rollout && groups.rollout->ep.size() > 1) model.ep = &groups.rollout->ep;
     model.exchange_rows = kEngineExchangeRows;
+  }
+  // As Policy::sync.
+  void follow_trainers() {
+    if (!layouts.apart) return;
+    int64_t version = trainer.version();
+    world->all().broadcast(std::span(&version, 1), 0, "weights version");
+    if (!groups.train) trainer.commit(context, version);
   }
   WantedTensors changes() const {
     return [this](const TensorSpec& t) { return is_trained(t, optimizer); };
@@ -96,7 +109,7 @@ struct WholeRun {
   // Groups once for each pair of layouts: making them is a collective with a name of its own.
   static RunGroups& groups_of(const Layouts& layouts, const ModelConfig& config, Numerics numerics) {
     static std::map<std::string, RunGroups> all;
-    const std::string name = layouts.train.str() + layouts.rollout.str();
+    const std::string name = fmt::format("{} {} {}", layouts.train.str(), layouts.rollout.str(), layouts.apart);
     const auto it = all.find(name);
     return it != all.end() ? it->second : all.emplace(name, make_run_groups(*world, layouts, config, numerics, numerics)).first->second;
   }
@@ -116,7 +129,7 @@ struct WholeRun {
   std::optional<Transfer> transfer;
   RopeTables rope;
   const ActorOptions options;
-  Actor actor;
+  std::optional<Actor> actor;  // of a trainer
   Model model;  // the sampler's
 };
 
@@ -224,7 +237,8 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   run.model.probe = &probe;
   Arena state("state", size_t{1} << 30);
   const EngineOptions engine_options{.max_running = 3, .max_batch_tokens = 7, .max_context = kContext};
-  Engine engine(run.context, run.model, engine_options, state);
+  std::optional<Engine> engine;
+  if (run.groups.rollout) engine.emplace(run.context, run.model, engine_options, state);
   Hooks hooks;
   double drawn = 0;
   hooks.progress = [&](const std::string&, int64_t, int64_t, double amount, const std::string&) {
@@ -236,7 +250,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
 
   world->all().barrier("test");
   world->reset_traffic();
-  Result<std::vector<Completion>> completions = Peers(world, &run.groups.rollout).run(engine, run.context, requests, hooks, "rollout");
+  Result<std::vector<Completion>> completions = Peers(world, &run.groups).run(engine ? &*engine : nullptr, run.context, requests, hooks, "rollout");
   ASSERT_TRUE(completions.is_ok()) << completions.message();
   std::vector<TrainSample> samples;
   for (const Completion& done : completions.value()) {
@@ -255,8 +269,11 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
       if (samples[i].mask[0] != 0 && seen[i].logprob != samples[i].rollout_logprob) return errorf("sample {}", i);
     return Status::ok();
   };
-  const Result<StepMetrics> step = run.actor.step(samples, {}, &seen, equal);
-  ASSERT_TRUE(step.is_ok()) << step.message();
+  if (run.actor) {
+    const Result<StepMetrics> step = run.actor->step(samples, {}, &seen, equal);
+    ASSERT_TRUE(step.is_ok()) << step.message();
+  }
+  run.follow_trainers();
   if (run.apart) {
     const Result<SyncReceipt> receipt = run.transfer->update(run.context);
     ASSERT_TRUE(receipt.is_ok()) << receipt.message();
@@ -266,10 +283,11 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
 
   // What every engine did, from its first rank.
   const Grid rollout(c.rollout);
+  const int first_sampler = c.apart ? c.train.ranks() : 0;
   const std::vector<std::vector<int64_t>> numbers = gather(to_numbers(mine));
   std::vector<EngineCalls> engines;
   for (int d = 0; d < c.rollout.dp; ++d) {
-    EngineCalls& e = engines.emplace_back(from_numbers(m, numbers[static_cast<size_t>(rollout.rank_of({.tp = 0, .pp = 0, .dp = d}))]));
+    EngineCalls& e = engines.emplace_back(from_numbers(m, numbers[static_cast<size_t>(first_sampler + rollout.rank_of({.tp = 0, .pp = 0, .dp = d}))]));
     // Its samples are consecutive. Of a prompt every token runs, once; of a response all but the last. In which call does not matter for sums.
     std::vector<int64_t> embedded(static_cast<size_t>(c.rollout.tp));
     const auto embed = [&](std::span<const int32_t> ids) {
@@ -288,12 +306,19 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
     e.forwards.front().embedded = embedded;
   }
 
-  TrafficByName predicted = rollout_traffic(m, c.numerics, c.rollout, kEngineExchangeRows, engines, world->rank());
+  TrafficByName predicted;
+  if (engine) add_traffic(predicted, rollout_traffic(m, c.numerics, c.rollout, kEngineExchangeRows, engines, run.groups.rollout->rank));
+  if (c.apart) {
+    int64_t tokens = 0;
+    for (const Completion& done : completions.value()) tokens += static_cast<int64_t>(done.tokens.size());
+    add_traffic(predicted, share_traffic(static_cast<int64_t>(samples.size()), tokens, first_sampler, world->rank(), world->size()));
+    add_traffic(predicted, version_traffic(world->rank(), world->size()));
+  }
   Router router(m, c.numerics, run.options);
   const TrainStepCalls calls = train_step_calls(m, c.train, samples, run.options, std::ref(router));
   EXPECT_GT(calls.micro_batches.front().size(), 1u);
   const TrainerShape shape{m, c.numerics, c.train, run.layouts.stages, run.optimizer, Model().exchange_rows};
-  add_traffic(predicted, train_step_traffic(shape, calls, world->rank()));
+  if (run.actor) add_traffic(predicted, train_step_traffic(shape, calls, world->rank()));
   if (run.apart) add_traffic(predicted, sync_traffic(m, run.groups.trainer, run.groups.sampler, run.changes(), WholeRun::kBucketBytes, world->rank()));
 
   for (const auto& [name, t] : counted) {
@@ -308,7 +333,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   }
   // One row in each layer that goes elsewhere would show.
   const Shard& shard = run.groups.trainer_shard();
-  if (c.train.ep > 1 && run.groups.train.dp.rank() == 0 && shard.layers.size() > 0) {
+  if (c.train.ep > 1 && run.actor && run.groups.train->dp.rank() == 0 && shard.layers.size() > 0) {
     TrainStepCalls other = calls;
     std::vector<int64_t>& counts = other.micro_batches[0][0].experts;
     for (int64_t layer = 0; layer < m.num_layers(); ++layer) {
@@ -321,37 +346,39 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   }
 
   // And what the arenas reached.
-  const MemoryByOwner memory = actor_bytes(shape, calls, run.options, world->rank());
-  EXPECT_EQ(total_bytes(memory), static_cast<int64_t>(run.actor.high_bytes()));
-  const auto owned = std::find_if(memory.begin(), memory.end(), [](const OwnerBytes& o) { return o.owner == "masters and moments"; });
-  EXPECT_EQ(owned->bytes, static_cast<int64_t>(run.actor.owned_bytes()));
-  EXPECT_EQ(engine_state_bytes(m, c.numerics, engine_options), static_cast<int64_t>(state.high_bytes()));
+  if (run.actor) {
+    const MemoryByOwner memory = actor_bytes(shape, calls, run.options, world->rank());
+    EXPECT_EQ(total_bytes(memory), static_cast<int64_t>(run.actor->high_bytes()));
+    const auto owned = std::find_if(memory.begin(), memory.end(), [](const OwnerBytes& o) { return o.owner == "masters and moments"; });
+    EXPECT_EQ(owned->bytes, static_cast<int64_t>(run.actor->owned_bytes()));
+  }
+  if (engine) EXPECT_EQ(engine_state_bytes(m, c.numerics, engine_options), static_cast<int64_t>(state.high_bytes()));
   const WeightBytes trainer = weights_arena_bytes(run.trainer.table(), c.numerics);
   EXPECT_EQ(trainer.rows + trainer.panels, run.trainer_bytes);
   if (run.apart) {
     const WeightBytes sampler = weights_arena_bytes(run.sampler->table(), c.numerics);
     EXPECT_EQ(sampler.rows + sampler.panels + transfer_bytes(run.sampler->table(), c.numerics, WholeRun::kBucketBytes), run.sampler_bytes);
   }
+  for (const auto& [name, t] : predicted) EXPECT_TRUE(counted.contains(name)) << name << " did not happen; " << t.calls << " calls were predicted";
+  if (!run.actor) return;
   // Only the largest pieces are predicted of the workspace.
-  const std::vector<ModelCall>& own = calls.micro_batches[static_cast<size_t>(run.groups.train.dp.rank())];
+  const std::vector<ModelCall>& own = calls.micro_batches[static_cast<size_t>(run.groups.train->dp.rank())];
   int64_t scratch = 0;
   for (const ModelCall& call : own)
     scratch = std::max(scratch, trainer_scratch_bytes(m, c.numerics, run.trainer.shard(), c.train.ep, shape.exchange_rows, call.tokens(), call.wanted));
   EXPECT_LE(scratch, static_cast<int64_t>(run.context.get().workspace->high_bytes()));
-
-  for (const auto& [name, t] : predicted) EXPECT_TRUE(counted.contains(name)) << name << " did not happen; " << t.calls << " calls were predicted";
 }
 
 std::vector<Case> cases_of_this_world() {
   std::vector<Case> cases;
   for (const Case& c : kCases)
-    if (c.train.ranks() == world->size()) cases.push_back(c);
+    if (c.ranks() == world->size()) cases.push_back(c);
   return cases;
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, TrafficOf, ::testing::ValuesIn(cases_of_this_world()), [](const auto& info) {
   const auto name = [](const Layout& l) { return fmt::format("tp{}pp{}ep{}dp{}", l.tp, l.pp, l.ep, l.dp); };
-  return name(info.param.train) + "_" + name(info.param.rollout);
+  return name(info.param.train) + (info.param.apart ? "_apart_" : "_") + name(info.param.rollout);
 });
 
 }  // namespace
