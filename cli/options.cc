@@ -187,6 +187,9 @@ const std::vector<Setting>& rows() {
        "Samples decoding at once. More is faster until memory or cores are full."},
       {"rollout.max_batch_tokens", +FIELD(rollout.max_batch_tokens), "tokens", "1024", 1, kMaxTokens,
        "Rows of one forward, prompt chunks included. Raise for long prompts."},
+      {"rollout.ahead", +FIELD(rollout.ahead), "steps", "0", 0, 1,
+       "1: the next step's samples are drawn while this one's are trained on, from the weights that it began with, so they are a step old when their turn comes; "
+       "for runs with parallel.rollout_ranks, where nobody waits then. train.tis corrects for it."},
       {"rollout.numerics", choice<FIELD(model.sampler)>(kSamplerNumericsWords), "", "same", 0, 0,
        "Arithmetic of the sampler alone; same is model.numerics, whose log-probs the trainer then must meet bit for bit. fp8 or fp4 beside a trainer in bf16 "
        "samples with quantised weights, made anew from the masters after each step: the gap is measured, and train.tis and train.replay answer it."},
@@ -679,6 +682,8 @@ Status check_config(const ResolvedConfig& config) {
     return setting_error(config, "train.tis_mask_high", "the mask looks at the weights of train.tis; choose token or sequence there");
   if (c.train.replay != ReplayKind::none && c.model.exact())
     return setting_error(config, "train.replay", "trainer and sampler have the same numerics and choose alike; set rollout.numerics, or none");
+  if (c.train.replay != ReplayKind::none && c.rollout.ahead > 0)
+    return setting_error(config, "train.replay", "it runs the sampler's weights again, which with rollout.ahead are newer than those that drew; set one of the two");
   if (!can_follow(c.model.numerics, c.model.sampler_numerics()))
     return setting_error(config, "rollout.numerics",
                          fmt::format("it cannot be made from model.numerics = {}; a trainer in bf16 goes with a sampler in bf16, fp8 or fp4", numerics_name(c.model.numerics)));

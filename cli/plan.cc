@@ -44,6 +44,7 @@ Result<PlanInput> read_input(const PlanArgs& a) {
     p.microbatch_tokens = run.train.microbatch_tokens;
     p.max_running = run.rollout.max_running;
     p.recompute = run.train.recompute;
+    p.ahead = run.rollout.ahead > 0;
     if (model.empty()) {
       Result<ModelConfig> found = find_model_config(run.model);
       if (!found) return found.status();
@@ -75,6 +76,7 @@ Result<PlanInput> read_input(const PlanArgs& a) {
   p.rollout_fp8 = a.rollout_numerics == "fp8";
   p.recompute = p.recompute || a.recompute;
   p.offload_optimizer = a.offload_optimizer;
+  p.ahead = p.ahead || a.ahead;
   p.hot = a.hot;
   p.ranks = static_cast<int>(a.ranks > 0 ? a.ranks : parallel.tp * parallel.pp * std::max(parallel.dp, parallel.ep));
   take(a.rollout_ranks, parallel.rollout_ranks);

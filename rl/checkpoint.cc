@@ -256,7 +256,8 @@ Result<RunState> read_state(const Checkpoint& checkpoint, const RunState& fresh)
 Result<OpenedRun> open_run(const std::string& path, bool resume, const std::string& resolved, const Peers& peers, Policy& policy, RunState& state,
                            const Hooks& hooks) {
   OpenedRun run;
-  std::string checkpoint, saved;  // that the run goes on from; empty: from nothing
+  std::string saved;
+  std::string& checkpoint = run.checkpoint;
   LOCKSTEP_RETURN_IF_ERROR(peers.by_first("checkpoint", [&] {
     Result<RunDir> opened = RunDir::open(path, resume ? RunDir::Mode::resume : RunDir::Mode::start);
     if (!opened) return opened.status();

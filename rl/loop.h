@@ -41,6 +41,7 @@ struct RolloutOptions {
   int64_t max_new_tokens = 64;
   int64_t max_running = 64;
   int64_t max_batch_tokens = 1024;
+  int64_t ahead = 0;  // steps that the sampler is ahead of the trainer: 0 or 1
 };
 
 // rl spec 7.
@@ -77,7 +78,7 @@ struct LoopReport {
   double max_gap = 0;                     // largest |trainer - sampler| over all of them: in an exact pair a run that ends well has 0
   int64_t rollout_tokens = 0, train_tokens = 0;
   int64_t samples_drawn = 0;   // by any rank, those of evaluations not counted
-  int64_t samples_logged = 0;  // taken from an earlier start's log instead
+  int64_t samples_logged = 0;  // taken from an earlier start's log or checkpoint instead
   double rollout_seconds = 0, reward_seconds = 0, train_seconds = 0, eval_seconds = 0, save_seconds = 0;
   std::string checkpoint;  // the newest complete one
 };

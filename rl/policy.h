@@ -62,6 +62,7 @@ class Policy {
   const Tokenizer& tokenizer() const { return *tokenizer_; }
   const Weights& weights() const { return *model_.weights; }  // the sampler's, or without one the actor's
   const Model& model() const { return model_; }               // of these weights
+  int64_t trained_version() const { return weights_->version(); }  // of the actor's
   // Of the actor's rounded weights, bit by bit and place by place.
   struct WeightsSum {
     uint64_t held = 0;   // what this rank holds: equal on ranks that hold the same parts

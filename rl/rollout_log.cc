@@ -85,8 +85,12 @@ std::optional<std::pair<Completion, std::string>> parse_completion(const JsonVal
   return std::pair(std::move(c), key->text);
 }
 
-bool by_prompt_and_sample(const Completion& a, const Completion& b) {
-  return std::pair(a.prompt_id, a.sample_idx) < std::pair(b.prompt_id, b.sample_idx);
+// By prompt id and sample index, the first of each.
+void keep_one_each(std::vector<Completion>& completions) {
+  const auto place = [](const Completion& c) { return std::pair(c.prompt_id, c.sample_idx); };
+  std::stable_sort(completions.begin(), completions.end(), [&](const Completion& a, const Completion& b) { return place(a) < place(b); });
+  completions.erase(std::unique(completions.begin(), completions.end(), [&](const Completion& a, const Completion& b) { return place(a) == place(b); }),
+                    completions.end());
 }
 
 }  // namespace
@@ -113,33 +117,42 @@ Result<LoggedRollout> RolloutLog::read() const {
   if (error) return errorf("cannot list {}: {}", directory_, error.message());
   std::sort(paths.begin(), paths.end());
 
-  std::set<std::pair<uint64_t, int32_t>> seen;
   for (const std::string& path : paths) {
     Result<std::string> text = read_file(path);
     if (!text) return text.status();
-    for_each_checked_line(text.value(), [&](const JsonValue* object) {
-      if (object != nullptr && object->find("key") == nullptr) return;  // a header
-      auto parsed = object != nullptr ? parse_completion(*object) : std::nullopt;
-      if (!parsed) {
-        ++found.damaged_lines;
-        return;
-      }
-      Completion& c = parsed->first;
-      const auto wanted = requests_.find(c.prompt_id);
-      if (wanted == requests_.end() || parsed->second != hex(wanted->second.key)) {
-        ++found.foreign_lines;
-        return;
-      }
-      const int64_t place = int64_t{c.sample_idx} - wanted->second.first_sample;
-      if (place < 0 || place >= wanted->second.num_samples) return;  // there were more samples a prompt
-      if (seen.emplace(c.prompt_id, c.sample_idx).second) found.completions.push_back(std::move(c));
-    });
+    take(text.value(), found);
   }
-  std::sort(found.completions.begin(), found.completions.end(), by_prompt_and_sample);
+  keep_one_each(found.completions);
   return found;
 }
 
-Status RolloutLog::append(std::span<const Completion> finished) {
+LoggedRollout RolloutLog::read_text(std::string_view text) const {
+  LoggedRollout found;
+  take(text, found);
+  keep_one_each(found.completions);
+  return found;
+}
+
+void RolloutLog::take(std::string_view text, LoggedRollout& found) const {
+  for_each_checked_line(text, [&](const JsonValue* object) {
+    if (object != nullptr && object->find("key") == nullptr) return;  // a header
+    auto parsed = object != nullptr ? parse_completion(*object) : std::nullopt;
+    if (!parsed) {
+      ++found.damaged_lines;
+      return;
+    }
+    Completion& c = parsed->first;
+    const auto wanted = requests_.find(c.prompt_id);
+    if (wanted == requests_.end() || parsed->second != hex(wanted->second.key)) {
+      ++found.foreign_lines;
+      return;
+    }
+    const int64_t place = int64_t{c.sample_idx} - wanted->second.first_sample;
+    if (place >= 0 && place < wanted->second.num_samples) found.completions.push_back(std::move(c));  // else there were more samples a prompt
+  });
+}
+
+std::string RolloutLog::text(std::span<const Completion> finished) const {
   std::string text;
   for (const Completion& c : finished) {
     if (c.reason == FinishReason::abort) continue;
@@ -147,6 +160,11 @@ Status RolloutLog::append(std::span<const Completion> finished) {
     CHECK(wanted != requests_.end(), "prompt {} is not of this step", c.prompt_id);
     text += checked_line(completion_line(wanted->second.key, c)) + "\n";
   }
+  return text;
+}
+
+Status RolloutLog::append(std::span<const Completion> finished) {
+  std::string text = this->text(finished);
   if (text.empty()) return Status::ok();
   if (!file_.is_open()) {
     LOCKSTEP_RETURN_IF_ERROR(make_directories(directory_));

@@ -338,6 +338,8 @@ TEST_F(CommandLine, Plan) {
   expect(fits, 0, "flash: 284.332 B parameters, 13.270 B active; draft block 6.610 B, with it 290.942 B");
   expect(fits, 0, "trainer   16 ranks: tp 1, pp 4, ep 4, dp 4");
   expect(fits, 0, "\nit fits\n");
+  expect(lockstep(flash + "--offload-optimizer --ahead"), 0, "rollout beside training, and 0.000 s");
+  expect(lockstep("plan --model flash --device mi355x --ranks 16 --pp 4 --ep 4 --rollout-ranks 16 --rollout-ep 8 --offload-optimizer --ahead"), 0, "rollout beside training, and 1.");
   const Outcome large = lockstep(flash);
   expect(large, 1, "it does not fit: the trainer needs");
   expect(large, 1, "its largest owner: masters and moments (");

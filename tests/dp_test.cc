@@ -262,9 +262,86 @@ TEST_F(DataParallel, SamplersOnOtherRanksChangeNothing) {
   }
 }
 
-TEST_F(DataParallel, SamplersAndTrainersHaveTheSameErrors) {
+// One step ahead: batch k + 1 comes from the weights that step k began with. Its tokens were compared under these, the run has the same bytes wherever the
+// samplers are, and a checkpoint has the batch in flight.
+TEST_F(DataParallel, AheadIsTheSameWhereverTheSamplersAre) {
+  LoopConfig config = loop_config("alone", 6);
+  config.run.checkpoint_every = 3;
+  config.run.eval_every = 2;
+  config.rollout.prompts_per_step = 3;
+  config.rollout.ahead = 1;
+  config.train.loss.tis = TisKind::token;
+  const int64_t a_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
+  for (const int64_t steps_per_rollout : {1, 2}) {
+    SCOPED_TRACE(steps_per_rollout);
+    config.parallel = {};
+    config.train.steps_per_rollout = steps_per_rollout;
+    config.run.dir = path(fmt::format("alone{}", steps_per_rollout));
+    const std::string alone = config.run.dir;
+    LoopReport straight;
+    if (first()) {
+      straight = run(config, false, nullptr);
+      EXPECT_EQ(straight.samples_drawn, 7 * a_step) << "the batch that the last checkpoint holds";
+      EXPECT_EQ(straight.max_gap, 0);
+      const std::string metrics = contents(alone + "/metrics.jsonl");
+      EXPECT_NE(metrics.find("\"staleness/lag/max\":0"), std::string::npos) << "of the first step";
+      EXPECT_NE(metrics.find(fmt::format("\"staleness/lag_{}/tokens\":", steps_per_rollout)), std::string::npos);
+      EXPECT_EQ(metrics.find(fmt::format("\"staleness/lag_{}/tokens\":", steps_per_rollout + 1)), std::string::npos);
+      LoopConfig half = config;
+      half.run.dir = path(fmt::format("resumed{}", steps_per_rollout));
+      half.run.steps = 3;
+      run(half, false, nullptr);
+    }
+    config.parallel.rollout_ranks = world->size() - 1;
+    config.run.dir = path(fmt::format("apart{}", steps_per_rollout));
+    const LoopReport apart = run(config, false, world);
+    if (first()) {
+      EXPECT_EQ(apart.compared_tokens, straight.compared_tokens);
+      EXPECT_EQ(apart.samples_drawn, 7 * a_step);
+      EXPECT_EQ(apart.max_gap, 0);
+      expect_same_runs(alone, config.run.dir, 6);
+    }
+    config.run.dir = path(fmt::format("resumed{}", steps_per_rollout));
+    const LoopReport resumed = run(config, true, world);
+    if (first()) {
+      EXPECT_EQ(resumed.samples_logged, a_step) << "from the checkpoint";
+      EXPECT_EQ(resumed.samples_drawn, 3 * a_step);
+      expect_same_runs(alone, config.run.dir, 6);
+      EXPECT_TRUE(contents(alone + "/checkpoints/step_000006/in_flight.jsonl") == contents(config.run.dir + "/checkpoints/step_000006/in_flight.jsonl"));
+    }
+    world->all().barrier("compared");
+  }
+}
+
+// The samplers draw while the trainers work: here the trainers' reward waits for a sample of the next step, which would never come if each side waited for
+// the other.
+TEST_F(DataParallel, SamplersDrawWhileTrainersTrain) {
+  if (world->size() == 1) GTEST_SKIP() << "one rank is both";
+  LoopConfig config = loop_config("run", 3);
+  config.run.eval_every = 0;
+  config.rollout.ahead = 1;
+  config.parallel.rollout_ranks = world->size() - 1;
+  config.task.reward.grader = GraderKind::command;
+  config.task.reward.workers = 1;
+  config.task.reward.command = fmt::format("while [ ! -e '{}' ]; do sleep 0.01; done; while IFS= read -r line; do id=${{line#*:}}; id=${{id%%,*}}; "
+                                           "echo \"{{\\\"id\\\":$id,\\\"score\\\":1}}\"; done", path("drawing"));
+  Hooks hooks;
+  hooks.progress = [&](const std::string& label, int64_t, int64_t, double, const std::string&) {
+    if (!first() && label == "step 2/3 rollout") std::ofstream(path("drawing")) << "";
+  };
+  const Result<LoopReport> report = run_loop(config, false, hooks, world);
+  ASSERT_TRUE(report.is_ok()) << report.message();
+  if (first()) EXPECT_EQ(contents(path("run/metrics.jsonl")).find("\"rollout/failed\":8"), std::string::npos);
+}
+
+class DataParallelErrors : public DataParallel, public ::testing::WithParamInterface<int64_t> {};
+INSTANTIATE_TEST_SUITE_P(Ahead, DataParallelErrors, ::testing::Values(0, 1));
+
+TEST_P(DataParallelErrors, SamplersAndTrainersHaveTheSame) {
   LoopConfig config = loop_config("run", 3);
   config.parallel.rollout_ranks = world->size() - 1;
+  config.rollout.ahead = GetParam();
+  const int64_t step = 1 + config.rollout.ahead;
   Hooks hooks;
   hooks.line = [&](const std::string& text) {  // the records of step 3 will find a directory in their place
     if (first() && text.starts_with("step 2/3")) fs::create_directories(path("run/rollouts/step_000003.jsonl/x"));
@@ -275,7 +352,7 @@ TEST_F(DataParallel, SamplersAndTrainersHaveTheSameErrors) {
   world->all().barrier("broken");
 
   // A log-prob of a finished sample is not what the sampler recorded: the trainer notices, and the samplers look for the reason.
-  const std::string log = rollout_log_path(path("run"), 1);
+  const std::string log = rollout_log_path(path("run"), step);
   if (first()) {
     fs::remove_all(path("run/rollouts/step_000003.jsonl"));
     int changed = 0;
@@ -306,12 +383,12 @@ TEST_F(DataParallel, SamplersAndTrainersHaveTheSameErrors) {
       });
       std::ofstream(entry.path()) << text;
     }
-    EXPECT_EQ(changed, 8) << "samples of step 1";
+    EXPECT_EQ(changed, 8) << "samples of that step";
   }
   world->all().barrier("changed");
   const Result<LoopReport> unequal = run_loop(config, true, Hooks(), world);
   ASSERT_FALSE(unequal.is_ok());
-  EXPECT_TRUE(unequal.message().starts_with("step 1: sample ")) << unequal.message();
+  EXPECT_TRUE(unequal.message().starts_with(fmt::format("step {}: sample ", step))) << unequal.message();
   EXPECT_NE(unequal.message().find("response token 0"), std::string::npos) << unequal.message();
   EXPECT_NE(unequal.message().find("gives equal bits everywhere when it is alone"), std::string::npos) << unequal.message();
   EXPECT_EQ(unequal.message().find('\n', unequal.message().find('\n') + 1), std::string::npos) << "nobody else spoke: " << unequal.message();

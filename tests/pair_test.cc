@@ -116,6 +116,31 @@ TEST_F(Pair, AnInexactRunResumesToTheSameBytes) {
   EXPECT_FALSE(masters("straight", 6) == masters("resumed", 3));
 }
 
+// What the numerics cost and what a step's age costs, apart: the first step's samples are of the weights that train on them.
+TEST_F(Pair, AheadTheGapIsSplitByAge) {
+  LoopConfig c = config("straight", Numerics::bf16, SamplerNumerics::fp8, 4);
+  c.rollout.ahead = 1;
+  c.train.loss.tis = TisKind::token;
+  run(c);
+  const auto steps = metrics("straight");
+  ASSERT_EQ(steps.size(), 4u);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    auto m = steps[i];
+    EXPECT_EQ(m["staleness/lag/mean"], i == 0 ? 0 : 1);
+    const std::string lag = fmt::format("staleness/lag_{}/", i == 0 ? 0 : 1);
+    EXPECT_EQ(m[lag + "tokens"], m["train/tokens"]);
+    EXPECT_EQ(m[lag + "logprob_abs_diff_tok"], m["gap/logprob_abs_diff_tok"]);
+    EXPECT_GT(m[lag + "k3"], 0);
+  }
+  LoopConfig half = c;
+  half.run.dir = root_ / "resumed";
+  half.run.steps = 2;
+  run(half);
+  half.run.steps = 4;
+  run(half, true);
+  expect_same_runs(root_ / "straight", root_ / "resumed", 4);
+}
+
 TEST_F(Pair, WhatCannotBeMadeIsRefused) {
   const auto message = [&](LoopConfig c) {
     const Result<LoopReport> r = run_loop(c, false, Hooks());
