@@ -219,7 +219,7 @@ const std::vector<Setting>& rows() {
       {"train.tis_mask_high", +FIELD(train.loss.tis_mask_high), "", "0.0", 0, kMaxReal, "Likewise above; at least 1, or 0 for no mask."},
       {"train.replay", choice<FIELD(train.replay)>(kReplayWords), "", "none", 0, 0,
        "The trainer repeats what a sampler of other numerics chose: the experts of every token, and with routing+index the entries that sparse attention reads. "
-       "Costs one more forward a step."},
+       "The sampler records them as it draws: 2 bytes a token, layer and chosen expert, 4 for each entry where it cannot read all."},
       {"train.kl", choice<FIELD(train.loss.kl)>(kKlWords), "", "none", 0, 0,
        "Estimator of the KL divergence from the initial weights, added to the loss. Costs one more forward a step."},
       {"train.kl_coef", +FIELD(train.loss.kl_coef), "", "0.0", 0, kMaxReal, "Its weight."},
@@ -682,8 +682,6 @@ Status check_config(const ResolvedConfig& config) {
     return setting_error(config, "train.tis_mask_high", "the mask looks at the weights of train.tis; choose token or sequence there");
   if (c.train.replay != ReplayKind::none && c.model.exact())
     return setting_error(config, "train.replay", "trainer and sampler have the same numerics and choose alike; set rollout.numerics, or none");
-  if (c.train.replay != ReplayKind::none && c.rollout.ahead > 0)
-    return setting_error(config, "train.replay", "it runs the sampler's weights again, which with rollout.ahead are newer than those that drew; set one of the two");
   if (!can_follow(c.model.numerics, c.model.sampler_numerics()))
     return setting_error(config, "rollout.numerics",
                          fmt::format("it cannot be made from model.numerics = {}; a trainer in bf16 goes with a sampler in bf16, fp8 or fp4", numerics_name(c.model.numerics)));

@@ -44,6 +44,7 @@ Result<PlanInput> read_input(const PlanArgs& a) {
     p.microbatch_tokens = run.train.microbatch_tokens;
     p.max_running = run.rollout.max_running;
     p.recompute = run.train.recompute;
+    p.replay = run.train.replay;
     p.ahead = run.rollout.ahead > 0;
     if (model.empty()) {
       Result<ModelConfig> found = find_model_config(run.model);

@@ -338,6 +338,7 @@ Result<Loop::Batch> Loop::rollout(int64_t step) {
     r.sampling.temperature = o.temperature;
     r.sampling.max_new_tokens = o.max_new_tokens;
     r.sampling.stop_ids = {policy_->tokenizer().eos_id()};
+    r.record = config_.train.replay;
     batch.requests.push_back(std::move(r));
   }
   batch.cursor = task_->cursor();
@@ -536,6 +537,7 @@ TrainSample Loop::train_sample(const Trajectory& t) const {
   s.advantage = t.advantage;
   s.rollout_logprob = t.logprobs;
   s.temperature = config_.rollout.temperature;
+  s.choices = t.choices;
   return s;
 }
 

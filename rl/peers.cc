@@ -16,16 +16,21 @@ namespace lockstep {
 
 namespace {
 
-// Completions as words: prompt id (low half, high half), sample index, reason, number of tokens, tokens, log-probs, versions.
+// Completions as words: prompt id (low half, high half), sample index, reason, numbers of tokens, chosen experts and chosen entries, then these: tokens,
+// log-probs, versions, two experts a word, entries.
 void append_words(std::vector<int32_t>& words, const Completion& c) {
   words.push_back(static_cast<int32_t>(static_cast<uint32_t>(c.prompt_id)));
   words.push_back(static_cast<int32_t>(static_cast<uint32_t>(c.prompt_id >> 32)));
   words.push_back(c.sample_idx);
   words.push_back(static_cast<int32_t>(c.reason));
-  words.push_back(static_cast<int32_t>(c.tokens.size()));
+  for (const size_t n : {c.tokens.size(), c.choices.experts.size(), c.choices.entries.size()}) words.push_back(static_cast<int32_t>(n));
   words.insert(words.end(), c.tokens.begin(), c.tokens.end());
   for (const float l : c.logprobs) words.push_back(std::bit_cast<int32_t>(l));
   words.insert(words.end(), c.versions.begin(), c.versions.end());
+  const std::vector<uint16_t>& experts = c.choices.experts;
+  words.resize(words.size() + (experts.size() + 1) / 2);
+  if (!experts.empty()) std::memcpy(&words[words.size() - (experts.size() + 1) / 2], experts.data(), experts.size() * sizeof(uint16_t));
+  words.insert(words.end(), c.choices.entries.begin(), c.choices.entries.end());
 }
 
 std::vector<Completion> read_words(std::span<const int32_t> words) {
@@ -36,7 +41,7 @@ std::vector<Completion> read_words(std::span<const int32_t> words) {
     c.prompt_id = low | high << 32;
     c.sample_idx = *at++;
     c.reason = static_cast<FinishReason>(*at++);
-    const auto n = static_cast<size_t>(*at++);
+    const auto n = static_cast<size_t>(*at++), experts = static_cast<size_t>(*at++), entries = static_cast<size_t>(*at++);
     c.tokens.assign(at, at + n);
     at += n;
     c.logprobs.resize(n);
@@ -44,6 +49,11 @@ std::vector<Completion> read_words(std::span<const int32_t> words) {
     at += n;
     c.versions.assign(at, at + n);
     at += n;
+    c.choices.experts.resize(experts);
+    if (experts > 0) std::memcpy(c.choices.experts.data(), at, experts * sizeof(uint16_t));
+    at += (experts + 1) / 2;
+    c.choices.entries.assign(at, at + entries);
+    at += entries;
   }
   return completions;
 }

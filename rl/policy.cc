@@ -182,14 +182,6 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     return errorf("rollout.numerics is {}, which cannot be made from weights trained in model.numerics {}; a trainer in bf16 goes with a sampler in bf16, fp8 or fp4",
                   numerics_name(sampler.numerics), numerics_name(trainer.numerics));
   }
-  if (use.actor.replay != ReplayKind::none) {
-    if (!apart || trainer.shards != sampler.shards || held.layers.size() != config.value().num_layers())
-      return errorf("train.replay runs the sampler's weights over the trainer's rows: it needs rollout.numerics other than model.numerics, and one layout "
-                    "for both (parallel.pp 1, parallel.rollout_tp and rollout_ep as the trainer's)");
-    if (storage_dtype(trainer.numerics) != storage_dtype(sampler.numerics))
-      return errorf("train.replay: model.numerics {} keeps another dtype than rollout.numerics {}; use bf16 for the trainer", numerics_name(trainer.numerics),
-                    numerics_name(sampler.numerics));
-  }
   if (apart && options.device == Device::gpu) {
     return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, "
                   "parallel.rollout_ranks 0, or set device = cpu");
@@ -220,7 +212,6 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   if (!source) return source.status();
   if (own.train) {
     p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, actor_options(options, use), trainers(use));
-    if (use.actor.replay != ReplayKind::none) p->actor_->replay(*p->sampler_weights_);
     LOCKSTEP_RETURN_IF_ERROR(p->actor_->load_masters(source.value()));
   } else if (!use.train) {
     LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), source.value(), 0));
@@ -362,7 +353,9 @@ Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, c
   r->arena_ = std::make_unique<Arena>("reference weights", kArenaReserve, options.device);
   const Shard held = use.ranks == nullptr ? whole_shard(policy.config()) : use.ranks->trainer_shard();
   r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, held, *r->arena_);
-  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, actor_options(options, use), trainers(use));
+  ActorOptions actor = actor_options(options, use);
+  actor.replay = ReplayKind::none;  // of its own mind
+  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, actor, trainers(use));
   const Result<ReadBox> source = weight_source(options, policy.config(), use.seed);
   if (!source) return source.status();
   LOCKSTEP_RETURN_IF_ERROR(r->actor_->load_masters(source.value()));

@@ -47,7 +47,7 @@ struct PolicyUse {
   bool sample = true;         // make an engine, on ranks that sample
   bool train = false;         // make an actor, on ranks that train
   OptimizerConfig optimizer = {};
-  ActorOptions actor = {};  // its replay REQUIRES a sampler with weights of its own, in the trainer's layout
+  ActorOptions actor = {};
   RunGroups* ranks = nullptr;  // that work together, and outlive the policy; null: alone
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <charconv>
 #include <filesystem>
 #include <optional>
 #include <set>
@@ -27,8 +28,35 @@ uint64_t sampling_sum(const SamplingOptions& s) {
 }
 
 uint64_t request_key(int64_t step, uint64_t weights, const Request& r) {
-  const std::string text = fmt::format("{} {:016x} {} {} {:016x}", step, weights, r.seed, r.prompt_id, sampling_sum(r.sampling));
+  std::string text = fmt::format("{} {:016x} {} {} {:016x}", step, weights, r.seed, r.prompt_id, sampling_sum(r.sampling));
+  if (r.record != ReplayKind::none) text += fmt::format(" {}", static_cast<int>(r.record));  // a line without choices is of no use then
   return XXH64(r.prompt.data(), r.prompt.size() * sizeof(int32_t), XXH64(text.data(), text.size(), 0));
+}
+
+// Numbers one behind the other, as many digits each.
+template <typename T>
+std::string hex_of(const std::vector<T>& numbers) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  text.reserve(2 * sizeof(T) * numbers.size());
+  for (const T n : numbers)
+    for (int shift = 8 * static_cast<int>(sizeof(T)) - 4; shift >= 0; shift -= 4) text += kDigits[static_cast<uint32_t>(n) >> shift & 15];
+  return text;
+}
+
+template <typename T>
+bool read_hex(const JsonValue& object, const char* name, std::vector<T>* out) {
+  const JsonValue* v = object.find(name);
+  if (v == nullptr) return true;
+  constexpr size_t kDigits = 2 * sizeof(T);
+  if (!v->is(JsonValue::Kind::string) || v->text.size() % kDigits != 0) return false;
+  for (size_t at = 0; at < v->text.size(); at += kDigits) {
+    uint32_t n = 0;
+    const char *from = v->text.data() + at, *to = from + kDigits;
+    if (const auto [end, error] = std::from_chars(from, to, n, 16); error != std::errc() || end != to) return false;
+    out->push_back(static_cast<T>(n));
+  }
+  return true;
 }
 
 JsonLine completion_line(uint64_t key, const Completion& c) {
@@ -43,6 +71,8 @@ JsonLine completion_line(uint64_t key, const Completion& c) {
       .add("tokens", std::span<const int32_t>(c.tokens))
       .add("logprob_bits", std::span<const int32_t>(bits))
       .add("versions", std::span<const int32_t>(c.versions));
+  if (!c.choices.experts.empty()) line.add("experts", hex_of(c.choices.experts));
+  if (!c.choices.entries.empty()) line.add("entries", hex_of(c.choices.entries));
   return line;
 }
 
@@ -70,6 +100,7 @@ std::optional<std::pair<Completion, std::string>> parse_completion(const JsonVal
   const JsonValue *key = line.find("key"), *reason = line.find("reason");
   if (key == nullptr || reason == nullptr || !read_number(line, "prompt_id", &prompt_id) || !read_number(line, "sample_idx", &sample_idx) ||
       !read_numbers(line, "tokens", &c.tokens) || !read_numbers(line, "logprob_bits", &bits) || !read_numbers(line, "versions", &c.versions) ||
+      !read_hex(line, "experts", &c.choices.experts) || !read_hex(line, "entries", &c.choices.entries) ||
       c.tokens.empty() || bits.size() != c.tokens.size() || c.versions.size() != c.tokens.size())
     return std::nullopt;
   c.prompt_id = static_cast<uint64_t>(prompt_id);

@@ -146,7 +146,7 @@ Planner::Side Planner::trainer(const Layout& layout) const {
   const int64_t exchange_rows = Model().exchange_rows;
   const TrainerShape shape{m, p_.numerics, layout, stages, optimizer, exchange_rows};
   const TrainStepCalls calls = step_calls(p_, layout);
-  const ActorOptions options{.max_tokens_per_microbatch = p_.microbatch_tokens, .recompute = p_.recompute};
+  const ActorOptions options{.max_tokens_per_microbatch = p_.microbatch_tokens, .recompute = p_.recompute, .replay = p_.replay};
   const std::vector<ModelCall>& own = calls.micro_batches.front();
   const ModelCall& full = own.front();
   const auto M = static_cast<double>(own.size());
@@ -268,13 +268,15 @@ Planner::Side Planner::sampler(const Layout& layout) const {
     sum = t;
     if (repeated) sum.calls *= steps, sum.bytes.sent *= steps, sum.bytes.received *= steps;
   }
+  const int64_t words_of_choices = choice_words(ChoiceLayout(m, p_.replay), rows_);
   for (int d = 0; d < layout.dp; ++d) {
     EngineCalls& e = engines[static_cast<size_t>(d)];
     e = {.forwards = {}, .draws = {}, .steps = 0, .samples = part_of(total, layout.dp, d).size(), .tokens = part_of(total, layout.dp, d).size() * p_.response_tokens};
+    e.choice_words = e.samples * words_of_choices;
   }
   const TrafficByName ends = rollout_traffic(m, p_.numerics, layout, exchange_rows, engines, 0);
   if (const auto it = ends.find("completions"); it != ends.end()) side.plan.traffic["completions"] = it->second;
-  if (p_.rollout_ranks > 0) add_traffic(side.plan.traffic, share_traffic(total, total * p_.response_tokens, p_.ranks, p_.ranks, p_.ranks + p_.rollout_ranks));
+  if (p_.rollout_ranks > 0) add_traffic(side.plan.traffic, share_traffic(total, total * p_.response_tokens, total * words_of_choices, p_.ranks, p_.ranks, p_.ranks + p_.rollout_ranks));
 
   const Ways w = ways(side.plan.traffic, grid, 0, [](std::string_view) { return true; });
   const auto decode_steps = static_cast<double>(steps);

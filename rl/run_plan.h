@@ -45,6 +45,7 @@ struct PlanInput {
   int64_t prompts = 32, samples = 8, prompt_tokens = 1024, response_tokens = 4096;
   int64_t microbatch_tokens = 8192, max_running = 48;
   bool recompute = false, offload_optimizer = false;
+  ReplayKind replay = ReplayKind::none;
   bool ahead = false;  // ranks of their own sample while others train
   double hot = 1.5;  // rows of the fullest rank's experts, of an even share
 };

@@ -145,8 +145,8 @@ void add_run(Counter& counter, const std::vector<TensorSpec>& table, const Gradi
   counter.add("weights", all_gather_bytes(bytes, 1, index), (longest + step - 1) / step);
 }
 
-// Completions travel as 32-bit words: five each, and token, log-prob and version of each token.
-int64_t completion_words(int64_t samples, int64_t tokens) { return 5 * samples + 3 * tokens; }
+// Completions travel as 32-bit words: seven each, token, log-prob and version of each token, and what the sampler chose.
+int64_t completion_words(int64_t samples, int64_t tokens, int64_t choice_words) { return 7 * samples + 3 * tokens + choice_words; }
 
 // By rank: rows of the dp indices, which the first tp rank of the last stage brings.
 std::vector<int64_t> rows_of_speakers(const Grid& grid, std::span<const int64_t> by_dp) {
@@ -283,7 +283,7 @@ TrafficByName rollout_traffic(const ModelConfig& config, Numerics numerics, cons
   std::vector<int64_t> words(static_cast<size_t>(ranks));
   for (int d = 0; d < layout.dp; ++d) {
     const EngineCalls& e = engines[static_cast<size_t>(d)];
-    words[static_cast<size_t>(grid.rank_of({.tp = 0, .pp = 0, .dp = d}))] = completion_words(e.samples, e.tokens);
+    words[static_cast<size_t>(grid.rank_of({.tp = 0, .pp = 0, .dp = d}))] = completion_words(e.samples, e.tokens, e.choice_words);
   }
   const std::vector<int64_t> one_each(static_cast<size_t>(ranks), 1);
   counter.add("completions", all_gather_bytes(one_each, 2 * sizeof(int64_t), rank));  // whose, and a hash
@@ -292,12 +292,14 @@ TrafficByName rollout_traffic(const ModelConfig& config, Numerics numerics, cons
   return counter.take();
 }
 
-TrafficByName share_traffic(int64_t samples, int64_t tokens, int first_sampler, int rank, int ranks) {
+int64_t choice_words(const ChoiceLayout& layout, int64_t rows) { return (layout.experts_of(rows) + 1) / 2 + layout.entries_of(rows); }
+
+TrafficByName share_traffic(int64_t samples, int64_t tokens, int64_t choice_words, int first_sampler, int rank, int ranks) {
   Counter counter;
   const bool root = rank == first_sampler;
   counter.add("rollout", broadcast_bytes(sizeof(int64_t), ranks, root));  // of no error
   counter.add("completions", broadcast_bytes(sizeof(int64_t), ranks, root));
-  counter.add("completions", broadcast_bytes(completion_words(samples, tokens) * static_cast<int64_t>(sizeof(int32_t)), ranks, root));
+  counter.add("completions", broadcast_bytes(completion_words(samples, tokens, choice_words) * static_cast<int64_t>(sizeof(int32_t)), ranks, root));
   return counter.take();
 }
 

@@ -16,13 +16,13 @@
 //   weights                                     dp; replicas of experts    rounded rows of own pieces                             here
 //   weights, weights check, weights agreed      all                        the update of a sampler with another layout            sync/plan.h
 //   engine step                                 ep group, a step           whether anyone has work                                here
-//   rollout, completions                        all                        16 + 24 bytes, and 20 + 12 a token of each response     here
+//   rollout, completions                        all                        16 + 24 bytes, and 28 + 12 a token of each response     here
 //
-// `all` are those of a layout. Where trainers and samplers are different ranks, there is between everyone besides:
+// With train.replay responses have the sampler's choices besides (model/choices.h). `all` are those of a layout. Where trainers and samplers are different ranks, there is between everyone besides:
 //
 //   weights, weights check, weights agreed      everyone                   as above                                               sync/plan.h
 //   weights version                             everyone                   8 bytes                                                here
-//   rollout, completions                        everyone                   8 + 8 bytes, and 20 + 12 a token of each response      here
+//   rollout, completions                        everyone                   8 + 8 bytes, and 28 + 12 a token of each response      here
 
 #include <functional>
 #include <map>
@@ -87,12 +87,15 @@ struct EngineCalls {
   std::vector<int64_t> draws;   // of each call that computes logits: its rows
   int64_t steps = 0;            // with or without own work
   int64_t samples = 0, tokens = 0;  // of its responses
+  int64_t choice_words = 0;         // choice_words() of these
 };
+// 32-bit words that a sample's recorded choices take.
+int64_t choice_words(const ChoiceLayout& layout, int64_t rows);
 TrafficByName rollout_traffic(const ModelConfig& config, Numerics numerics, const Layout& layout, int64_t exchange_rows, std::span<const EngineCalls> engines,
                               int rank);
 
-// One Peers::share of so many samples and tokens of their responses.
-TrafficByName share_traffic(int64_t samples, int64_t tokens, int first_sampler, int rank, int ranks);
+// One Peers::share of so many samples, tokens of their responses, and words of choices.
+TrafficByName share_traffic(int64_t samples, int64_t tokens, int64_t choice_words, int first_sampler, int rank, int ranks);
 // What Policy::sync says before its update.
 TrafficByName version_traffic(int rank, int ranks);
 

@@ -5,6 +5,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <set>
 
 #include <signal.h>
@@ -311,6 +312,58 @@ TEST_F(DataParallel, AheadIsTheSameWhereverTheSamplersAre) {
     }
     world->all().barrier("compared");
   }
+}
+
+// Choices recorded by samplers in any layout are repeated by trainers in any, stages included: what a first step measures under them is what one process
+// measures alone.
+TEST_F(DataParallel, ReplayIsTheSameInEveryLayout) {
+  LoopConfig config = loop_config("alone", 1);
+  config.run.eval_every = 0;
+  config.model.sampler = SamplerNumerics::fp8;
+  config.rollout.prompts_per_step = 3;
+  config.rollout.max_new_tokens = 16;
+  config.train.loss.tis = TisKind::token;
+  config.train.steps_per_rollout = 2;
+  const auto measured = [&](const std::string& run) {
+    std::map<std::string, std::string> values;
+    Result<JsonValue> line = parse_json(contents(path(run) + "/metrics.jsonl"));
+    EXPECT_TRUE(line.is_ok()) << run;
+    for (const auto& [name, value] : line.value().members)
+      if (name.starts_with("gap/") || name == "rollout/log_probs" || name == "rollout/entropy") values[name] = value.text;
+    EXPECT_GT(values.size(), 30u);
+    return values;
+  };
+  std::map<std::string, std::string> routing, both;
+  if (first()) {
+    run(config, false, nullptr);
+    config.run.dir = path("routing_alone");
+    config.train.replay = ReplayKind::routing;
+    run(config, false, nullptr);
+    config.run.dir = path("both_alone");
+    config.train.replay = ReplayKind::routing_index;
+    run(config, false, nullptr);
+    routing = measured("routing_alone");
+    both = measured("both_alone");
+    EXPECT_NE(measured("alone"), routing);
+    EXPECT_NE(routing, both);
+  }
+  config.train.replay = ReplayKind::routing_index;
+  const ModelConfig model = find_model_config(config.model).value();
+  const auto all_layouts = [&](int ranks, int64_t rollout_ranks) {
+    for (const Layout& layout : possible_layouts({.ranks = ranks, .layers = model.num_layers(), .experts = model.num_experts, .output_groups = model.o_groups})) {
+      SCOPED_TRACE(layout.str());
+      const std::string name = fmt::format("tp{}_pp{}_ep{}_{}", layout.tp, layout.pp, layout.ep, rollout_ranks);
+      config.run.dir = path(name);
+      config.parallel = {.tp = layout.tp, .pp = layout.pp, .ep = layout.ep, .rollout_ranks = rollout_ranks};
+      const int samplers = rollout_ranks > 0 ? static_cast<int>(rollout_ranks) : ranks;
+      config.parallel.rollout_tp = layout.tp == 1 && samplers % 2 == 0 ? 2 : 1;
+      config.parallel.rollout_ep = 1;
+      run(config, false, world);
+      if (first()) EXPECT_EQ(measured(name), both);
+    }
+  };
+  all_layouts(world->size(), 0);
+  if (world->size() > 1) all_layouts(world->size() / 2, world->size() - world->size() / 2);
 }
 
 // The samplers draw while the trainers work: here the trainers' reward waits for a sample of the next step, which would never come if each side waited for

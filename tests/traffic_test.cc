@@ -32,6 +32,7 @@ struct Case {
   bool recompute = false;
   Numerics numerics = Numerics::bf16;
   bool apart = false;  // the sampler has ranks of its own
+  ReplayKind replay = ReplayKind::none;
   int ranks() const { return train.ranks() + (apart ? rollout.ranks() : 0); }
 };
 const std::vector<Case> kCases = {
@@ -49,7 +50,8 @@ const std::vector<Case> kCases = {
     {{.pp = 2, .ep = 2, .dp = 4}, {.ep = 2, .dp = 8}, {2, 3}},
     {{.pp = 4, .ep = 2, .dp = 2}, {.tp = 2, .ep = 2, .dp = 4}, {0, 2, 3, 0}, true, Numerics::f32},
     {{.ep = 4, .dp = 8}, {.dp = 8}, {5}, false, Numerics::f32},
-    {{.dp = 1}, {.dp = 1}, {5}, false, Numerics::bf16, true},
+    {{.dp = 1}, {.dp = 1}, {5}, false, Numerics::bf16, true, ReplayKind::routing_index},
+    {{.pp = 2, .dp = 1}, {.tp = 2, .dp = 1}, {3, 2}, true, Numerics::bf16, false, ReplayKind::routing},
     {{.pp = 2, .dp = 1}, {.tp = 2, .dp = 1}, {2, 3}, false, Numerics::bf16, true},
     {{.dp = 1}, {.dp = 3}, {5}, true, Numerics::bf16, true},
     {{.pp = 2, .ep = 2, .dp = 2}, {.ep = 4, .dp = 4}, {3, 2}, false, Numerics::bf16, true},
@@ -79,7 +81,7 @@ struct WholeRun {
                 .rollout_stages = {{0, config.num_layers()}}, .apart = c.apart},
         groups(groups_of(layouts, config, c.numerics)), apart(groups.trainer != groups.sampler),
         trainer(config, c.numerics, groups.trainer_shard(), arena), trainer_bytes(static_cast<int64_t>(arena.used_bytes())),
-        rope(make_rope_tables(config, config.max_positions, arena)), options{.max_tokens_per_microbatch = kMicroBatchTokens, .recompute = c.recompute} {
+        rope(make_rope_tables(config, config.max_positions, arena)), options{.max_tokens_per_microbatch = kMicroBatchTokens, .recompute = c.recompute, .replay = c.replay} {
     if (groups.train) actor.emplace(context, trainer, rope, optimizer, options, &*groups.train).initialize(kSeed);
     follow_trainers();
     model.weights = &trainer;
@@ -137,7 +139,7 @@ struct WholeRun {
 class Router {
  public:
   Router(const ModelConfig& config, Numerics numerics, const ActorOptions& options)
-      : config_(config), weights_(config, numerics, arena_), place_(weights_, options) {
+      : config_(config), weights_(config, numerics, arena_), place_(context_, weights_, options) {
     CHECK(weights_.load(context_, random_boxes(config, kSeed), 0).is_ok(), "random weights");
     model_.weights = &weights_;
     model_.rope = make_rope_tables(config, config.max_positions, arena_);
@@ -146,7 +148,7 @@ class Router {
   std::vector<int64_t> operator()(std::span<const TrainSample> samples, const MicroBatch& micro) {
     counts_.assign(static_cast<size_t>(config_.num_layers() * config_.num_experts), 0);
     const ArenaScope scope(*context_.get().workspace);
-    place_.forward(context_, model_, /*sampler=*/nullptr, samples, micro, /*keep=*/false, {});
+    place_.forward(context_, model_, samples, micro, /*keep=*/false, {});
     return counts_;
   }
 
@@ -205,7 +207,7 @@ EngineCalls from_numbers(const ModelConfig& m, const std::vector<int64_t>& n) {
   return e;
 }
 
-std::vector<Request> some_requests() {
+std::vector<Request> some_requests(ReplayKind record) {
   Philox rng(3, RngPurpose::test);
   std::vector<Request> requests;
   for (uint64_t p = 0; p < 5; ++p) {
@@ -214,6 +216,7 @@ std::vector<Request> some_requests() {
     for (int64_t i = 0; i < 3 + static_cast<int64_t>(3 * p); ++i) r.prompt.push_back(static_cast<int32_t>(rng.below(300)));
     r.num_samples = 3;
     r.seed = 5;
+    r.record = record;
     r.sampling.temperature = 1;
     r.sampling.max_new_tokens = 8;
     for (int32_t id = 0; id < 40; ++id) r.sampling.stop_ids.push_back(id);  // unequal lengths
@@ -246,7 +249,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
     if (amount > drawn) mine.draws.push_back(static_cast<int64_t>(amount - drawn));
     drawn = amount;
   };
-  const std::vector<Request> requests = some_requests();
+  const std::vector<Request> requests = some_requests(c.replay);
 
   world->all().barrier("test");
   world->reset_traffic();
@@ -262,6 +265,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
     s.mask.assign(done.tokens.size(), samples.size() != 4);  // one sample is not trained
     s.advantage.assign(done.tokens.size(), samples.size() % 2 == 0 ? 1.0f : -0.5f);
     s.rollout_logprob = s.old_logprob = done.logprobs;
+    s.choices = done.choices;
   }
   std::vector<TokenLogprobs> seen;
   const auto equal = [&] {
@@ -285,6 +289,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   const Grid rollout(c.rollout);
   const int first_sampler = c.apart ? c.train.ranks() : 0;
   const std::vector<std::vector<int64_t>> numbers = gather(to_numbers(mine));
+  const ChoiceLayout layout(m, c.replay);
   std::vector<EngineCalls> engines;
   for (int d = 0; d < c.rollout.dp; ++d) {
     EngineCalls& e = engines.emplace_back(from_numbers(m, numbers[static_cast<size_t>(first_sampler + rollout.rank_of({.tp = 0, .pp = 0, .dp = d}))]));
@@ -301,6 +306,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
       embed(std::span(done.tokens).first(done.tokens.size() - 1));
       ++e.samples;
       e.tokens += static_cast<int64_t>(done.tokens.size());
+      e.choice_words += choice_words(layout, static_cast<int64_t>(requests[done.prompt_id].prompt.size() + done.tokens.size()) - 1);
     }
     for (ModelCall& call : e.forwards) call.embedded.assign(static_cast<size_t>(c.rollout.tp), 0);
     e.forwards.front().embedded = embedded;
@@ -309,12 +315,14 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   TrafficByName predicted;
   if (engine) add_traffic(predicted, rollout_traffic(m, c.numerics, c.rollout, kEngineExchangeRows, engines, run.groups.rollout->rank));
   if (c.apart) {
-    int64_t tokens = 0;
-    for (const Completion& done : completions.value()) tokens += static_cast<int64_t>(done.tokens.size());
-    add_traffic(predicted, share_traffic(static_cast<int64_t>(samples.size()), tokens, first_sampler, world->rank(), world->size()));
+    int64_t tokens = 0, words = 0;
+    for (const EngineCalls& e : engines) tokens += e.tokens, words += e.choice_words;
+    add_traffic(predicted, share_traffic(static_cast<int64_t>(samples.size()), tokens, words, first_sampler, world->rank(), world->size()));
     add_traffic(predicted, version_traffic(world->rank(), world->size()));
   }
-  Router router(m, c.numerics, run.options);
+  ActorOptions live = run.options;
+  live.replay = ReplayKind::none;
+  Router router(m, c.numerics, live);
   const TrainStepCalls calls = train_step_calls(m, c.train, samples, run.options, std::ref(router));
   EXPECT_GT(calls.micro_batches.front().size(), 1u);
   const TrainerShape shape{m, c.numerics, c.train, run.layouts.stages, run.optimizer, Model().exchange_rows};
@@ -378,7 +386,7 @@ std::vector<Case> cases_of_this_world() {
 
 INSTANTIATE_TEST_SUITE_P(Layouts, TrafficOf, ::testing::ValuesIn(cases_of_this_world()), [](const auto& info) {
   const auto name = [](const Layout& l) { return fmt::format("tp{}pp{}ep{}dp{}", l.tp, l.pp, l.ep, l.dp); };
-  return name(info.param.train) + (info.param.apart ? "_apart_" : "_") + name(info.param.rollout);
+  return name(info.param.train) + (info.param.apart ? "_apart_" : "_") + name(info.param.rollout) + (info.param.replay != ReplayKind::none ? "_replay" : "");
 });
 
 }  // namespace
