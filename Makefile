@@ -32,9 +32,10 @@ test: setup
 
 bench: setup
 	@cmake --preset cpu >/dev/null
-	@cmake --build build --target matmul_bench step_bench -j $(JOBS)
+	@cmake --build build --target matmul_bench step_bench engine_bench -j $(JOBS)
 	@env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE build/ops/matmul_bench
 	@for threads in 1 2; do for numerics in bf16 f32; do build/train/step_bench configs/demo.config.json $$threads $$numerics; done; done
+	@for numerics in bf16 fp8; do build/rollout/engine_bench configs/bench_1024.config.json 1 $$numerics; done
 
 asan: setup
 	@cmake --preset asan >/dev/null

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "rl/model_bench.h"
+
 namespace lockstep {
 
 inline constexpr int kExitOk = 0;
@@ -141,6 +143,33 @@ struct InspectArgs {
 };
 int inspect_command(const InspectArgs& args);
 int settings_command();
+
+struct BenchArgs {
+  std::vector<std::string> what = {"generate", "train", "rl"};
+  std::string config, numerics = "bf16", device = "cpu";
+  ModelBenchOptions options = {.threads = 0};
+};
+int bench_command(const BenchArgs& args);
+
+struct GatesArgs {
+  std::string config;        // RUN.toml, or empty
+  std::string model_config;  // config.json, for random weights
+  std::string checkpoint;    // checkpoint or run directory
+  int64_t tokens = 100000;
+  std::vector<std::string> numerics = {"f32", "bf16", "fp8"};
+  std::vector<std::string> only;  // empty: all gates
+  std::string out;                // JSON; empty: none
+  std::vector<std::string> overrides;
+};
+int gates_command(const GatesArgs& args);
+
+struct CheckWeightsArgs {
+  std::string checkpoint;  // checkpoint or run directory
+  std::string numerics;    // of the sampler; empty: the checkpoint's settings
+  std::string server;      // http://HOST:PORT; empty: a sampler of this process
+  std::string key_file;
+};
+int check_weights_command(const CheckWeightsArgs& args);
 
 struct VerifyArgs {
   std::vector<std::string> golden;

@@ -1,5 +1,6 @@
 #include "cli/console.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 
@@ -46,6 +47,17 @@ int Console::fail(const Status& status) {
   return speaks_ ? lockstep::fail(code, status) : code;
 }
 
+Result<std::string> read_key(const std::string& path) {
+  if (path.empty()) return std::string();
+  Result<std::string> text = read_file(path);
+  if (!text) return text.status();
+  std::string key = text.take();
+  while (!key.empty() && (key.back() == '\n' || key.back() == '\r' || key.back() == ' ')) key.pop_back();
+  if (key.empty() || std::any_of(key.begin(), key.end(), [](char c) { return c <= ' ' || c > '~'; }))
+    return errorf("{}: one line of visible ASCII characters is wanted, the token that clients send", path);
+  return key;
+}
+
 int run_alone(const char* name, const std::function<int()>& command) {
   Result<std::unique_ptr<RankWorld>> started = RankWorld::start();
   if (!started) return fail(kExitBadInput, started.status());
@@ -69,6 +81,7 @@ LoopConfig make_loop_config(const RunConfig& c) {
           .optimizer = c.optimizer,
           .eval = c.eval,
           .parallel = c.parallel,
+          .sync = c.sync,
           .resolved = config_toml(c)};
 }
 

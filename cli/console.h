@@ -31,6 +31,9 @@ class Console {
   bool started_ = false;
 };
 
+// The bearer token in a file: one line of visible ASCII characters. An empty path: none.
+Result<std::string> read_key(const std::string& path);
+
 // Runs a command that is for one process. Started as several ranks, all of them refuse: each would do the same work over the others' files.
 int run_alone(const char* name, const std::function<int()>& command);
 

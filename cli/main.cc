@@ -21,6 +21,7 @@
 #include "cli/names.h"
 #include "model/checkpoint_layout.h"
 #include "rl/arithmetic.h"
+#include "rl/gates.h"
 #include "rl/grader/grader.h"
 
 namespace lockstep {
@@ -234,6 +235,46 @@ int run(int argc, char** argv) {
   v->add_option("--device", verify.device, "Where the model runs")->check(CLI::IsMember({"cpu", "gpu"}))->capture_default_str();
   v->add_flag("--json", verify.json, "Print one JSON object a file");
   v->callback([&] { exit_code = verify_command(verify); });
+
+  BenchArgs bench;
+  CLI::App* b = app.add_subcommand("bench", "What a model of random weights costs on this machine: a JSON line a measurement");
+  b->add_option("what", bench.what, "generate, train, rl (a step of both); default all")->check(CLI::IsMember({"generate", "train", "rl"}));
+  b->add_option("--config", bench.config, "config.json of the model")->required();
+  b->add_option("--numerics", bench.numerics, "Of sampler and trainer")->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}))->capture_default_str();
+  b->add_option("--device", bench.device, "Where the model runs")->check(CLI::IsMember({"cpu", "gpu"}))->capture_default_str();
+  b->add_option("--threads", bench.options.threads, "CPU threads; 0: one a core")->capture_default_str();
+  const auto size = [&](const char* name, int64_t& value, const char* help) { b->add_option(name, value, help)->check(CLI::Range(int64_t{1}, int64_t{1} << 24))->capture_default_str(); };
+  size("--batch", bench.options.batch, "Samples, each of a prompt of its own");
+  size("--prompt", bench.options.prompt, "Tokens of a prompt");
+  size("--new", bench.options.new_tokens, "Tokens of a response");
+  size("--tokens", bench.options.train_tokens, "Tokens of a training step");
+  size("--row", bench.options.row_tokens, "Tokens of its sequences");
+  size("--microbatch", bench.options.microbatch_tokens, "Tokens of a micro-batch");
+  b->add_flag("--recompute", bench.options.recompute, "Keep each layer's input alone for the backward");
+  b->add_option("--repeat", bench.options.repeat, "Measured runs, after one that warms up")->check(CLI::Range(1, 1000))->capture_default_str();
+  b->callback([&] { exit_code = bench_command(bench); });
+
+  GatesArgs gates;
+  CLI::App* a = app.add_subcommand("gates", "Sampler against trainer, bit by bit: the exactness gates, and controls that must fail");
+  a->add_option("RUN.toml", gates.config, "Settings; without it a small model with random weights");
+  a->add_option("--config", gates.model_config, "config.json of another model, with random weights");
+  a->add_option("--checkpoint", gates.checkpoint, "Checkpoint or run directory");
+  a->add_option("--tokens", gates.tokens, "Tokens that each gate compares at least")->check(CLI::Range(int64_t{500}, int64_t{1} << 30))->capture_default_str();
+  a->add_option("--numerics", gates.numerics, "Which, separated by commas")->delimiter(',')->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}))->capture_default_str();
+  a->add_option("--only", gates.only, "These gates, separated by commas, such as G1,G7")
+      ->delimiter(',')
+      ->check(CLI::IsMember(std::vector<std::string>(std::begin(kGateNames), std::end(kGateNames))));
+  a->add_option("--out", gates.out, "Write the results to this file, as JSON");
+  a->add_option("--set", gates.overrides, "Override one setting, such as parallel.pp=2")->allow_extra_args(false);
+  a->callback([&] { exit_code = gates_command(gates); });
+
+  CheckWeightsArgs check_weights;
+  CLI::App* w = app.add_subcommand("check-weights", "Are the weights that a sampler reads, de-quantised, the trainer's export bit for bit?");
+  w->add_option("CHECKPOINT", check_weights.checkpoint, "Checkpoint or run directory")->required();
+  w->add_option("--numerics", check_weights.numerics, "Of the sampler; without it the checkpoint's settings")->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}));
+  CLI::Option* serving_at = w->add_option("--server", check_weights.server, "Ask the `lockstep serve` at this URL, instead of loading a sampler");
+  w->add_option("--key-file", check_weights.key_file, "File with the server's key, sent as a bearer token")->needs(serving_at);
+  w->callback([&] { exit_code = run_alone("check-weights", [&] { return check_weights_command(check_weights); }); });
 
   PlanArgs plan;
   CLI::App* p = app.add_subcommand("plan", "Whether a model fits onto devices under a layout, what ranks tell each other, how long a step takes at least");

@@ -194,6 +194,11 @@ const std::vector<Setting>& rows() {
        "Arithmetic of the sampler alone; same is model.numerics, whose log-probs the trainer then must meet bit for bit. fp8 or fp4 beside a trainer in bf16 "
        "samples with quantised weights, made anew from the masters after each step: the gap is measured, and train.tis and train.replay answer it."},
 
+      {"sync.delta", +FIELD(sync.delta), "", "false", 0, 0,
+       "Where the sampler has weights of its own: only blocks of 8 bytes that a step changed travel and are written. The weights are the same. Saves bytes between "
+       "ranks at small learning rates, and costs a copy of what each rank sends."},
+      {"sync.full_every", +FIELD(sync.full_every), "updates", "16", 1, kMaxInteger, "With sync.delta: one update in so many carries everything; 1 carries everything always."},
+
       {"train.advantage", choice<FIELD(train.advantage)>(kAdvantageWords), "", "grpo", 0, 0,
        "Rewards to advantages: grpo divides the group's deviation by its spread, dr_grpo does not, rloo leaves the sample out of "
        "its baseline, batch_std divides by the spread of the batch, "
@@ -217,6 +222,11 @@ const std::vector<Setting>& rows() {
       {"train.tis_high", +FIELD(train.loss.tis_high), "", "2.0", 1, kMaxReal, "Largest such weight."},
       {"train.tis_mask_low", +FIELD(train.loss.tis_mask_low), "", "0.0", 0, 1, "With tis_mask_high: tokens, or responses, whose weight is below lose their policy loss."},
       {"train.tis_mask_high", +FIELD(train.loss.tis_mask_high), "", "0.0", 0, kMaxReal, "Likewise above; at least 1, or 0 for no mask."},
+      {"train.tis_veto", +FIELD(train.loss.tis_veto), "", "0.0", 0, 1,
+       "A response with one token whose weight exp(trainer's - sampler's log-prob) is below loses its policy loss, with or without train.tis; 1e-4 is usual, 0 is off."},
+      {"train.opsm", +FIELD(train.loss.opsm), "nat", "0.0", 0, kMaxReal,
+       "Off-policy sequence masking: tokens with a negative advantage lose their policy loss where the mean of old - present log-prob over the response is above; 1e-4 is "
+       "usual, 0 is off. Matters with train.steps_per_rollout above 1."},
       {"train.replay", choice<FIELD(train.replay)>(kReplayWords), "", "none", 0, 0,
        "The trainer repeats what a sampler of other numerics chose: the experts of every token, and with routing+index the entries that sparse attention reads. "
        "The sampler records them as it draws: 2 bytes a token, layer and chosen expert, 4 for each entry where it cannot read all."},

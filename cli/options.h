@@ -39,6 +39,7 @@ struct RunConfig {
   PolicyOptions model;
   TaskOptions task;
   RolloutOptions rollout;
+  SyncOptions sync;
   TrainOptions train;
   OptimizerConfig optimizer;
   SftOptions sft;

@@ -8,7 +8,6 @@
 
 #include "cli/console.h"
 #include "core/log.h"
-#include "io/file.h"
 #include "serve/server.h"
 
 namespace lockstep {
@@ -46,17 +45,6 @@ Result<ResolvedConfig> serve_config(const ServeArgs& args) {
   }
   LOCKSTEP_RETURN_IF_ERROR(check_config(config));
   return config;
-}
-
-Result<std::string> read_key(const std::string& path) {
-  if (path.empty()) return std::string();
-  Result<std::string> text = read_file(path);
-  if (!text) return text.status();
-  std::string key = text.take();
-  while (!key.empty() && (key.back() == '\n' || key.back() == '\r' || key.back() == ' ')) key.pop_back();
-  if (key.empty() || std::any_of(key.begin(), key.end(), [](char c) { return c <= ' ' || c > '~'; }))
-    return errorf("{}: one line of visible ASCII characters is wanted, the token that clients send", path);
-  return key;
 }
 
 std::string served_name(const ServeArgs& args, const RunConfig& c) {

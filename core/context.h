@@ -70,6 +70,8 @@ struct Context {
   Arena* host = nullptr;        // scratch that the host reads and writes: the workspace itself on the CPU
   void* stream = nullptr;       // of the GPU
   bool on_gpu() const { return device == Device::gpu; }
+  // For work on the host's own memory beside the GPU's; this context itself on the CPU.
+  Context on_host() const { return {.pool = pool, .workspace = host, .host = host}; }
   int num_threads() const { return pool == nullptr ? 1 : pool->num_threads(); }
 };
 

@@ -41,6 +41,7 @@ class DeviceContext {
   Context& get() { return context_; }
   operator Context&() { return context_; }
   Arena& workspace() { return workspace_; }
+  size_t high_bytes() const { return workspace_.high_bytes(); }
 
  private:
   ThreadPool pool_;

@@ -34,7 +34,7 @@
 #if LOCKSTEP_GPU_SIMT
 #define GPU_KERNEL inline void
 #define GPU_INLINE inline
-#define GPU_BOUNDS(threads)
+#define GPU_BOUNDS(...)
 #define GPU_PLACE_PARAMETER , const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define GPU_ONLY_PLACE_PARAMETER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define GPU_PLACE ::lockstep::simt::Place{file, line}
@@ -42,7 +42,7 @@
 #else
 #define GPU_KERNEL __global__ void
 #define GPU_INLINE __device__ __forceinline__
-#define GPU_BOUNDS(threads) __launch_bounds__(threads)
+#define GPU_BOUNDS(...) __launch_bounds__(__VA_ARGS__)  // threads of a block, and how many blocks should fit at least
 #define GPU_PLACE_PARAMETER
 #define GPU_ONLY_PLACE_PARAMETER
 #define GPU_FORWARD_PLACE
@@ -142,6 +142,25 @@ GPU_INLINE uint64_t ballot(bool mine GPU_PLACE_PARAMETER) {
 #endif
 }
 
+// Number of bits that are set, and place of the lowest of a word that is not 0. (nvcc 13 reads std::countr_zero of a kernel as the constant 64, and countr_one likewise.)
+GPU_INLINE int count_bits(uint64_t word) {
+#if LOCKSTEP_GPU_CUDA
+  return __popcll(word);
+#else
+  return __builtin_popcountll(word);
+#endif
+}
+GPU_INLINE int lowest_bit(uint64_t word) {
+#if LOCKSTEP_GPU_CUDA
+  return __ffsll(static_cast<long long>(word)) - 1;
+#else
+  return __builtin_ctzll(word);
+#endif
+}
+
+// How many of the lowest bits are set before the first that is not.
+GPU_INLINE int trailing_ones(uint64_t word) { return ~word == 0 ? 64 : lowest_bit(~word); }
+
 // Arithmetic whose bits matter.
 GPU_INLINE float fma(float a, float b, float c) {
 #if LOCKSTEP_GPU_SIMT
@@ -150,6 +169,9 @@ GPU_INLINE float fma(float a, float b, float c) {
   return fmaf(a, b, c);
 #endif
 }
+
+// x * by, which keeps the sign of a NaN x; a GPU's own product does not.
+GPU_INLINE float scaled(float x, float by) { return x == x ? x * by : x; }
 
 // A piece of the block's shared memory. Vectors of N elements lie at multiples of N * sizeof(T) bytes.
 template <typename T, int N>

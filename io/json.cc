@@ -418,4 +418,6 @@ JsonLine& JsonLine::add(std::string_view key, const JsonLine& object) {
   return *this;
 }
 
+std::string hex_digits(uint64_t x) { return fmt::format("{:016x}", x); }
+
 }  // namespace lockstep

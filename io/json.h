@@ -53,6 +53,9 @@ void append_json_string(std::string* out, std::string_view s);
 enum class JsonStyle : uint8_t { compact, python };
 void append_json(std::string* out, const JsonValue& value, JsonStyle style = JsonStyle::compact);
 
+// The 16 hexadecimal digits of x: how sums and keys are written, which a number of JSON may round.
+std::string hex_digits(uint64_t x);
+
 // One JSON object on one line, members in the order they were added:
 //   JsonLine().add("step", 3).add("loss", 0.25f).str()   ->   {"step":3,"loss":0.25}
 // Floats are the shortest text that reads back as the same float (or double); NaN and infinities, which JSON lacks, are

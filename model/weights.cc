@@ -305,6 +305,8 @@ void Weights::commit(Context& c, int64_t version) {
   version_ = version;
 }
 
+void Weights::restore_rows(Context& c, int id) { unpack_panels(c, rows(id), panels_[static_cast<size_t>(id)]); }
+
 GradientPlaces gradient_places(const std::vector<TensorSpec>& table, const std::function<bool(const TensorSpec&)>& trained) {
   constexpr int64_t kLine = 16;  // floats: every tensor begins on a cache line
   GradientPlaces places;

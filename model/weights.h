@@ -144,6 +144,8 @@ class Weights {
   // What the last load() lost of a tensor: overflowed, underflowed, not finite. Zeros for what is not quantised.
   const QuantStats& quant_stats(int id) const { return quant_stats_[static_cast<size_t>(id)]; }
   void commit(Context& c, int64_t version);
+  // An update that is given up: rows(id) of a tensor with panels as the last commit read them, from the panels.
+  void restore_rows(Context& c, int id);
 
  private:
   ModelConfig config_;

@@ -11,21 +11,26 @@ namespace lockstep::gpu {
 inline constexpr int kPiece = 8;
 inline constexpr int kElementThreads = 256;  // of a block
 
-// The thread's piece of [rows, n]; rows may be padded to a multiple of more than a piece. count is 0 for threads past the end of a row or of all.
+// Piece i of [rows, n], or the thread's; rows may be padded to a multiple of more than a piece. count is 0 past the end of a row or of all.
 struct Piece {
   int64_t row = 0, at = 0;
   int count = 0;
 };
-GPU_INLINE Piece piece_of_thread(int64_t rows, int64_t n, int64_t padded) {
-  const int64_t i = static_cast<int64_t>(block_x()) * block_dim() + thread_x(), a_row = (padded + kPiece - 1) / kPiece;
+GPU_INLINE Piece piece_at(int64_t i, int64_t rows, int64_t n, int64_t padded) {
+  const int64_t a_row = (padded + kPiece - 1) / kPiece;
   Piece p;
   p.row = rows == 1 ? 0 : i / a_row;
   p.at = (i - p.row * a_row) * kPiece;
   if (p.row < rows && p.at < n) p.count = n - p.at < kPiece ? static_cast<int>(n - p.at) : kPiece;
   return p;
 }
+GPU_INLINE Piece piece_of_thread(int64_t rows, int64_t n, int64_t padded) {
+  return piece_at(static_cast<int64_t>(block_x()) * block_dim() + thread_x(), rows, n, padded);
+}
 GPU_INLINE Piece piece_of_thread(int64_t rows, int64_t n) { return piece_of_thread(rows, n, n); }
-inline Grid grid_of_pieces(int64_t rows, int64_t n) { return {.blocks = blocks_for(rows * blocks_for(n, kPiece), kElementThreads), .threads = kElementThreads}; }
+inline Grid grid_of_pieces(int64_t rows, int64_t n) {
+  return {.blocks = blocks_for(rows * blocks_for(n, kPiece), kElementThreads), .threads = kElementThreads};
+}
 
 // A piece in registers; what is past its count is zero.
 template <typename T>

@@ -12,7 +12,9 @@
 #include <filesystem>
 #include <system_error>
 
+#include "core/device.h"
 #include "io/file.h"
+#include "ops/sum/sum.h"
 #include "parallel/diagnosis.h"
 
 namespace lockstep {
@@ -53,24 +55,6 @@ struct Piece {
   int64_t bytes = 0;
 };
 
-// y[i] = parts[0][i] + parts[1][i] + ... from left to right. y may be one of the parts.
-template <typename T>
-void add_in_order(Context& c, T* y, const void* const* parts, int count, int64_t n) {
-  constexpr int64_t kBlock = 512;
-  parallel_for(c, (n + kBlock - 1) / kBlock, kBlock * count, [&](int64_t begin, int64_t end, int) {
-    for (int64_t at = begin * kBlock; at < std::min(n, end * kBlock); at += kBlock) {
-      const int64_t m = std::min(kBlock, n - at);
-      T sum[kBlock];
-      std::memcpy(sum, static_cast<const T*>(parts[0]) + at, m * sizeof(T));
-      for (int r = 1; r < count; ++r) {
-        const T* x = static_cast<const T*>(parts[r]) + at;
-        for (int64_t i = 0; i < m; ++i) sum[i] += x[i];
-      }
-      std::memcpy(y + at, sum, m * sizeof(T));
-    }
-  });
-}
-
 void check_rows(const char* op, std::span<const int64_t> rows, int size, int64_t view_rows) {
   CHECK(static_cast<int>(rows.size()) == size, "{}: {} counts for {} ranks", op, rows.size(), size);
   int64_t sum = 0;
@@ -83,8 +67,11 @@ void check_rows(const char* op, std::span<const int64_t> rows, int size, int64_t
 
 int64_t row_bytes_of(const ConstTensorView& x) { return x.shape.row_elements() * static_cast<int64_t>(dtype_bytes(x.dtype)); }
 
-void copy_own(char* to, const char* from, int64_t bytes) {
-  if (to != from && bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
+// Without a context: host memory.
+void copy_own(Context* c, char* to, const char* from, int64_t bytes) {
+  if (to == from || bytes == 0) return;
+  if (c != nullptr) return copy_bytes(*c, to, from, static_cast<size_t>(bytes));
+  std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 template <typename View>
@@ -105,7 +92,6 @@ struct RankGroup::Impl {
 
   // Of the exchange that is being made, by rank.
   std::vector<Piece> sends, recvs;
-  std::vector<const void*> sources;
   std::vector<int64_t> equal_rows;
   std::vector<Range> equal_parts;
   Pending pending{0};
@@ -117,6 +103,10 @@ struct RankGroup::Impl {
     int ticket = -1;  // -1: free
     const char* name = nullptr;
     CommBytes bytes;
+    // Of a message between GPUs that goes by way of the host.
+    std::vector<char> staged;
+    Context* context = nullptr;  // of a receive, whose bytes go up when they have come
+    void* device = nullptr;
   };
   std::vector<Slot> slots;
   std::map<std::array<int, 3>, int64_t> messages;  // (peer, tag, 0 for send) to how many were started
@@ -186,10 +176,31 @@ void RankGroup::wait_for(Pending& pending) {
 
 // Sends impl_->sends[r] to every rank r and receives impl_->recvs[r] from it; own parts are copied. Nothing goes where there is
 // nothing.
-void RankGroup::exchange(const Context* c, Registered& op) {
-  // Device seam: buffers of a device go to ncclSend and ncclRecv in one group on c's stream. Without a context they are host
-  // memory.
-  CHECK(c == nullptr || c->device == Device::cpu, "{}: only host buffers have a transport", impl_->name);
+void RankGroup::exchange(Context* c, Registered& op) {
+  Impl& g = *impl_;
+  CHECK_EQ(g.sends[rank()].bytes, g.recvs[rank()].bytes);
+  copy_own(c, g.recvs[rank()].data, g.sends[rank()].data, g.sends[rank()].bytes);
+  if (c == nullptr || !c->on_gpu()) return exchange_host(op);
+
+  // By way of the host: what is sent goes down first, and what came goes up last.
+  const ArenaScope scope(*c->host);
+  const std::vector<Piece> ours = g.recvs;
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank()) continue;
+    if (g.sends[r].bytes > 0) {
+      char* const staged = static_cast<char*>(c->host->allocate(static_cast<size_t>(g.sends[r].bytes), "sent"));
+      download_bytes(*c, staged, g.sends[r].data, static_cast<size_t>(g.sends[r].bytes));
+      g.sends[r].data = staged;
+    }
+    if (g.recvs[r].bytes > 0) g.recvs[r].data = static_cast<char*>(c->host->allocate(static_cast<size_t>(g.recvs[r].bytes), "received"));
+  }
+  exchange_host(op);
+  for (int r = 0; r < size(); ++r)
+    if (r != rank() && ours[r].bytes > 0) upload_bytes(*c, ours[r].data, g.recvs[r].data, static_cast<size_t>(ours[r].bytes));
+}
+
+// The same between buffers of the host, without own parts.
+void RankGroup::exchange_host(Registered& op) {
   Impl& g = *impl_;
   for (int r = 0; r < size(); ++r) {
     if (r == rank() || g.recvs[r].bytes == 0) continue;
@@ -202,8 +213,6 @@ void RankGroup::exchange(const Context* c, Registered& op) {
     require(g.channel->send(g.pending, g.sends[r].data, g.sends[r].bytes, r, kExchangeTag));
     op.moved.sent += g.sends[r].bytes;
   }
-  CHECK_EQ(g.sends[rank()].bytes, g.recvs[rank()].bytes);
-  copy_own(g.recvs[rank()].data, g.sends[rank()].data, g.sends[rank()].bytes);
   wait_for(g.pending);
 }
 
@@ -218,12 +227,19 @@ void RankGroup::broadcast(Context& c, TensorView x, int root, Purpose p) {
   check_contiguous("broadcast", x);
   CHECK(root >= 0 && root < size(), "broadcast from {} in {} with {} ranks", root, name(), size());
   if (size() == 1 || x.bytes() == 0) return;
-  // Device seam: ncclBroadcast moves bytes and adds nothing, so the library's may be used as it is.
-  CHECK(c.device == Device::cpu, "{}: only host buffers have a transport", name());
   const CommBytes bytes = broadcast_bytes(static_cast<int64_t>(x.bytes()), size(), rank() == root);
   Registered op(*impl_, "broadcast", p, bytes);
-  require(impl_->channel->broadcast(impl_->pending, x.data, x.bytes(), root));
-  wait_for(impl_->pending);
+  if (c.on_gpu()) {  // by way of the host
+    const ArenaScope scope(*c.host);
+    const TensorView staged = c.host->tensor(x.dtype, x.shape, "broadcast");
+    if (rank() == root) download(c, staged, x);
+    require(impl_->channel->broadcast(impl_->pending, staged.data, x.bytes(), root));
+    wait_for(impl_->pending);
+    if (rank() != root) upload(c, x, staged);
+  } else {
+    require(impl_->channel->broadcast(impl_->pending, x.data, x.bytes(), root));
+    wait_for(impl_->pending);
+  }
   op.moved = bytes;
 }
 
@@ -240,12 +256,12 @@ void RankGroup::broadcast(std::string* text, int root, Purpose p) {
   broadcast(host, TensorView(text->data(), DType::u8, {bytes}), root, p);
 }
 
-void RankGroup::gather(const Context* c, char* y, const char* x, std::span<const int64_t> rows, int64_t row_bytes,
+void RankGroup::gather(Context* c, char* y, const char* x, std::span<const int64_t> rows, int64_t row_bytes,
                        const Purpose& p) {
   int64_t before = 0;
   for (int r = 0; r < rank(); ++r) before += rows[r];
   char* own = y + before * row_bytes;
-  if (size() == 1) return copy_own(own, x, rows[0] * row_bytes);
+  if (size() == 1) return copy_own(c, own, x, rows[0] * row_bytes);
   Registered op(*impl_, "all_gather", p, all_gather_bytes(rows, row_bytes, rank()));
   for (int r = 0; r < size(); ++r) {
     impl_->sends[r] = {const_cast<char*>(x), rows[rank()] * row_bytes};
@@ -293,7 +309,7 @@ void RankGroup::all_to_all(Context& c, TensorView y, std::span<const int64_t> re
   const int64_t row_bytes = row_bytes_of(x);
   char* to = static_cast<char*>(y.data);
   const char* from = static_cast<const char*>(x.data);
-  if (size() == 1) return copy_own(to, from, x.rows() * row_bytes);
+  if (size() == 1) return copy_own(&c, to, from, x.rows() * row_bytes);
   Registered op(*impl_, "all_to_all", p, all_to_all_bytes(recv_rows, send_rows, row_bytes, rank()));
   for (int r = 0; r < size(); ++r) {
     impl_->sends[r] = {const_cast<char*>(from), send_rows[r] * row_bytes};
@@ -311,7 +327,7 @@ void RankGroup::exchange_counts(std::span<int64_t> from, std::span<const int64_t
   char* in = reinterpret_cast<char*>(from.data());
   char* out = reinterpret_cast<char*>(const_cast<int64_t*>(to.data()));
   const int64_t bytes = each * static_cast<int64_t>(sizeof(int64_t));
-  if (size() == 1) return copy_own(in, out, bytes);
+  if (size() == 1) return copy_own(nullptr, in, out, bytes);
   Registered op(*impl_, "all_to_all", p, exchange_counts_bytes(each, size()));
   for (int r = 0; r < size(); ++r) {
     impl_->sends[r] = {out + r * bytes, bytes};
@@ -340,10 +356,11 @@ void RankGroup::sum_parts(Context& c, Registered& op, T* y, const T* x, std::spa
       g.sends[r] = {me ? nullptr : reinterpret_cast<char*>(const_cast<T*>(mine)),
                     me ? 0 : clip(parts[r]) * static_cast<int64_t>(sizeof(T))};
       g.recvs[r] = {me ? nullptr : reinterpret_cast<char*>(slot), me ? 0 : own * static_cast<int64_t>(sizeof(T))};
-      g.sources[r] = me ? mine : slot;
     }
     exchange(&c, op);
-    add_in_order(c, y + at, g.sources.data(), size(), own);
+    const DType dtype = DTypeOf<T>::value;
+    sum_in_order(c, TensorView(y + at, dtype, {own}), ConstTensorView(x + parts[rank()].begin + at, dtype, {own}),
+                 ConstTensorView(scratch, dtype, {size(), piece}), rank());
   }
 }
 
@@ -359,10 +376,10 @@ void RankGroup::sum_whole(Context& c, Registered& op, T* x, int64_t count) {
       T* slot = scratch + r * count;
       g.sends[r] = {reinterpret_cast<char*>(x), me ? 0 : bytes};
       g.recvs[r] = {reinterpret_cast<char*>(slot), me ? 0 : bytes};
-      g.sources[r] = me ? x : slot;
     }
     exchange(&c, op);
-    add_in_order(c, x, g.sources.data(), size(), count);
+    const TensorView all(x, DTypeOf<T>::value, {count});
+    sum_in_order(c, all, all, ConstTensorView(scratch, all.dtype, {size(), count}), rank());
     return;
   }
   for (int r = 0; r < size(); ++r) g.equal_parts[r] = part_of(count, size(), r);
@@ -390,7 +407,7 @@ void RankGroup::reduce_scatter(Context& c, TensorView y, ConstTensorView x, std:
         parts[rank()].size());
   if (size() == 1) {
     const auto width = static_cast<int64_t>(dtype_bytes(x.dtype));
-    return copy_own(static_cast<char*>(y.data), static_cast<const char*>(x.data) + parts[0].begin * width,
+    return copy_own(&c, static_cast<char*>(y.data), static_cast<const char*>(x.data) + parts[0].begin * width,
                     parts[0].size() * width);
   }
   Registered op(*impl_, "reduce_scatter", p, reduce_scatter_bytes(parts, x.dtype, rank()));
@@ -439,7 +456,7 @@ Status RankGroup::agree(const Status& mine, Purpose p) {
   return Status::error(message);
 }
 
-RankGroup::Request RankGroup::start(const char* kind, const void* data, int64_t bytes, int peer, int tag, const Purpose& p) {
+RankGroup::Request RankGroup::start(const char* kind, Context& c, void* data, int64_t bytes, int peer, int tag, const Purpose& p) {
   Impl& g = *impl_;
   CHECK(peer >= 0 && peer < size() && peer != rank(), "{} \"{}\": rank {} with itself or outside: {} of {}", kind, p.name, rank(),
         peer, size());
@@ -462,24 +479,31 @@ RankGroup::Request RankGroup::start(const char* kind, const void* data, int64_t 
                                         .line = p.line,
                                         .deadline_s = p.deadline_s,
                                         .background = true});
+  if (c.on_gpu()) {
+    s.staged.resize(static_cast<size_t>(bytes));
+    if (sending) {
+      download_bytes(c, s.staged.data(), data, s.staged.size());
+    } else {
+      s.context = &c;
+      s.device = data;
+    }
+    data = s.staged.data();
+  }
   if (sending)
     require(g.channel->send(s.pending, data, static_cast<size_t>(bytes), peer, tag));
   else
-    require(g.channel->recv(s.pending, const_cast<void*>(data), static_cast<size_t>(bytes), peer, tag));
+    require(g.channel->recv(s.pending, data, static_cast<size_t>(bytes), peer, tag));
   return {slot};
 }
 
 RankGroup::Request RankGroup::start_send(Context& c, ConstTensorView x, int to, int tag, Purpose p) {
   check_contiguous("send", x);
-  // Device seam: ncclSend on c's stream; the request holds an event.
-  CHECK(c.device == Device::cpu, "{}: only host buffers have a transport", name());
-  return start("send", x.data, static_cast<int64_t>(x.bytes()), to, tag, p);
+  return start("send", c, const_cast<void*>(x.data), static_cast<int64_t>(x.bytes()), to, tag, p);
 }
 
 RankGroup::Request RankGroup::start_recv(Context& c, TensorView x, int from, int tag, Purpose p) {
   check_contiguous("recv", x);
-  CHECK(c.device == Device::cpu, "{}: only host buffers have a transport", name());
-  return start("recv", x.data, static_cast<int64_t>(x.bytes()), from, tag, p);
+  return start("recv", c, x.data, static_cast<int64_t>(x.bytes()), from, tag, p);
 }
 
 bool RankGroup::test(Request request) {
@@ -489,6 +513,8 @@ bool RankGroup::test(Request request) {
   bool done = false;
   require(s.pending.test(&done));
   if (!done) return false;
+  if (s.context != nullptr) upload_bytes(*s.context, s.device, s.staged.data(), s.staged.size());
+  s.context = nullptr;
   impl_->world->watchdog_->end(s.ticket);
   s.ticket = -1;
   Traffic& t = impl_->traffic(s.name);
@@ -560,8 +586,7 @@ RankGroup RankWorld::group(std::string name, std::vector<int> members, std::uniq
     g->id = watchdog_->add_group(std::move(name), std::move(members));
     g->sends.resize(size);
     g->recvs.resize(size);
-    g->sources.resize(size);
-    g->equal_parts.resize(size);
+      g->equal_parts.resize(size);
     g->pending = Pending(static_cast<int>(2 * size));
     g->slots.resize(RankGroup::kRequestsMax);
   }

@@ -20,10 +20,8 @@
 // Cost is given in bytes that a rank sends (S) and receives (V) for R ranks; own parts do not count. Traffic counts them as they
 // happen, the *_bytes functions predict them, and they are equal.
 //
-// Device seam. Data operations take the context of their buffers. On Device::cpu they go to MPI; buffers on a device will go to
-// NCCL or RCCL under the same contracts (all-to-all and ordered local sums, so no library reduction either), on the context's
-// stream: the two places to extend are RankGroup::exchange and RankGroup::broadcast, both in collective.cc. Spans of int64 and
-// text are always host memory.
+// Devices. Data operations take the context of their buffers. What lies on a GPU goes by way of the host's memory, under the same contracts: downloaded,
+// sent by MPI, uploaded, summed on the GPU in rank order. Spans of int64 and text are always host memory.
 //
 // Threading: one thread of a process at a time.
 
@@ -148,15 +146,16 @@ class RankGroup {
   struct Impl;
   class Registered;
   explicit RankGroup(std::unique_ptr<Impl> impl);
-  void exchange(const Context* c, Registered& op);
+  void exchange(Context* c, Registered& op);
+  void exchange_host(Registered& op);
   void wait_for(Pending& pending);
   void require(const Status& status);
-  void gather(const Context* c, char* y, const char* x, std::span<const int64_t> rows, int64_t row_bytes, const Purpose& p);
+  void gather(Context* c, char* y, const char* x, std::span<const int64_t> rows, int64_t row_bytes, const Purpose& p);
   template <typename T>
   void sum_parts(Context& c, Registered& op, T* y, const T* x, std::span<const Range> parts);
   template <typename T>
   void sum_whole(Context& c, Registered& op, T* x, int64_t count);
-  Request start(const char* kind, const void* data, int64_t bytes, int peer, int tag, const Purpose& p);
+  Request start(const char* kind, Context& c, void* data, int64_t bytes, int peer, int tag, const Purpose& p);
   std::unique_ptr<Impl> impl_;
 };
 

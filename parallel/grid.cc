@@ -13,15 +13,16 @@ constexpr size_t kLayoutsListed = 5;
 // Why `l` cannot be; empty if it can.
 std::string misfit(const Layout& l, const LayoutLimits& limits) {
   const int64_t ranks = int64_t{l.tp} * l.pp * l.dp;
+  const char* p = limits.prefix;
   if (ranks != limits.ranks) {
-    return fmt::format("tp {} x pp {} x dp {} is {} ranks, but {} {} started", l.tp, l.pp, l.dp, ranks, limits.ranks,
+    return fmt::format("{}tp {} x {}pp {} x {}dp {} is {} ranks, but {} {} started", p, l.tp, p, l.pp, p, l.dp, ranks, limits.ranks,
                        limits.ranks == 1 ? "was" : "were");
   }
-  if (l.dp % l.ep != 0) return fmt::format("ep {} does not divide dp {}", l.ep, l.dp);
-  if (l.pp > limits.layers) return fmt::format("pp {} stages for {} layers", l.pp, limits.layers);
-  if (l.ep > limits.experts) return fmt::format("ep {} ranks for {} experts", l.ep, limits.experts);
+  if (l.dp % l.ep != 0) return fmt::format("{}ep {} does not divide {}dp {}", p, l.ep, p, l.dp);
+  if (l.pp > limits.layers) return fmt::format("{}pp {} stages for {} layers", p, l.pp, limits.layers);
+  if (l.ep > limits.experts) return fmt::format("{}ep {} ranks for {} experts", p, l.ep, limits.experts);
   if (limits.output_groups % l.tp != 0)
-    return fmt::format("tp {} does not divide the {} output groups of attention", l.tp, limits.output_groups);
+    return fmt::format("{}tp {} does not divide the {} output groups of attention", p, l.tp, limits.output_groups);
   return {};
 }
 
@@ -37,7 +38,8 @@ std::string nearest(const Layout& wanted, const LayoutLimits& limits) {
                    [&](const Layout& a, const Layout& b) { return distance(wanted, a) < distance(wanted, b); });
   if (all.size() > kLayoutsListed) all.resize(kLayoutsListed);
   std::string text;
-  for (const Layout& l : all) text += "\n  " + l.str();
+  const char* p = limits.prefix;
+  for (const Layout& l : all) text += fmt::format("\n  {}tp {}, {}pp {}, {}ep {}, {}dp {}", p, l.tp, p, l.pp, p, l.ep, p, l.dp);
   return text;
 }
 
@@ -77,14 +79,15 @@ std::vector<Layout> possible_layouts(const LayoutLimits& limits) {
 
 Result<Layout> resolve_layout(const Layout& wanted, const LayoutLimits& limits) {
   CHECK_GE(limits.ranks, 1);
+  const char* p = limits.prefix;
   if (wanted.tp < 1 || wanted.pp < 1 || wanted.ep < 1 || wanted.dp < 0)
-    return errorf("parallel: {}: tp, pp and ep must be at least 1, dp at least 1 or 0 for what the ranks allow", wanted.str());
+    return errorf("parallel: {}: {}tp, {}pp and {}ep must be at least 1, {}dp at least 1 or 0 for what the ranks allow", wanted.str(), p, p, p, p);
   Layout layout = wanted;
   std::string why;
   if (layout.dp == 0) {
     const int64_t others = int64_t{layout.tp} * layout.pp;
     if (limits.ranks % others != 0)
-      why = fmt::format("tp {} x pp {} = {} does not divide the {} ranks that were started", layout.tp, layout.pp, others,
+      why = fmt::format("{}tp {} x {}pp {} = {} does not divide the {} ranks that were started", p, layout.tp, p, layout.pp, others,
                         limits.ranks);
     else
       layout.dp = static_cast<int>(limits.ranks / others);

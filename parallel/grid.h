@@ -51,6 +51,7 @@ struct LayoutLimits {
   int64_t layers = 1;         // at least one a stage
   int64_t experts = 1;        // at least one a rank of an ep group
   int64_t output_groups = 1;  // of the attention's output projection; tp divides them
+  const char* prefix = "";    // of the settings' names in errors: "rollout_"
 };
 
 // Every layout that fits, by tp, then pp, then ep.

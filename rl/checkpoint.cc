@@ -21,8 +21,6 @@ constexpr const char* kStateFile = "state.json";
 constexpr const char* kSettingsFile = "config.resolved.toml";
 constexpr const char* kChecksumFile = "checksums.json";
 
-std::string hex(uint64_t sum) { return fmt::format("{:016x}", sum); }
-
 Result<uint64_t> file_checksum(const std::string& path) {
   Result<MappedFile> file = MappedFile::open(path);
   if (!file) return file.status();
@@ -64,7 +62,7 @@ Status write_checksums(const std::string& directory, int ranks, std::span<const 
   }
   if (error) return errorf("cannot list {}: {}", directory, error.message());
   JsonLine line;
-  for (const auto& [name, sum] : all) line.add(name, hex(sum));
+  for (const auto& [name, sum] : all) line.add(name, hex_digits(sum));
   return atomic_write(directory + "/" + kChecksumFile, line.str() + "\n");
 }
 
@@ -93,8 +91,8 @@ Status verify_checksums(const std::string& directory, bool with_optimizer, int r
     if (place++ % ranks != rank) continue;
     Result<uint64_t> sum = file_checksum(directory + "/" + name);
     if (!sum) return errorf("{}; {}", sum.message(), advice);
-    if (hex(sum.value()) != wanted.text)
-      return errorf("{}/{} is damaged: its checksum is {}, {} was written; {}", directory, name, hex(sum.value()), wanted.text, advice);
+    if (hex_digits(sum.value()) != wanted.text)
+      return errorf("{}/{} is damaged: its checksum is {}, {} was written; {}", directory, name, hex_digits(sum.value()), wanted.text, advice);
   }
   return Status::ok();
 }

@@ -144,6 +144,7 @@ Comparison compare_logprobs(std::span<const TrainSample> samples, std::span<cons
       ++result.num_tokens;
       const float sampled = s.rollout_logprob[t], trained = seen[i].logprob[t];
       if (std::bit_cast<uint32_t>(sampled) == std::bit_cast<uint32_t>(trained)) continue;
+      ++result.different;
       const double gap = std::abs(static_cast<double>(trained) - static_cast<double>(sampled));
       if (!(gap <= result.max_gap)) result.max_gap = gap;
       if (!result.first) {

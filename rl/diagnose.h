@@ -57,6 +57,7 @@ struct Mismatch {
 // belongs to samples[i]; a token with mask 0 is not compared.
 struct Comparison {
   int64_t num_tokens = 0;         // compared
+  int64_t different = 0;          // of them
   double max_gap = 0;             // largest |trainer - sampler|; NaN if one of them is
   std::optional<Mismatch> first;  // in order of samples, then tokens; its spans borrow from `samples`
 };

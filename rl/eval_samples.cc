@@ -18,8 +18,6 @@ namespace lockstep {
 
 namespace {
 
-std::string hex(uint64_t x) { return fmt::format("{:016x}", x); }
-
 // A sample and its key, from an object whose sum was right; nothing for any that append() does not write.
 std::optional<std::pair<EvalSample, std::string>> read_sample(const JsonValue& line) {
   const JsonValue *key = line.find("key"), *response = line.find("response"), *status = line.find("status"), *sample = line.find("sample"),
@@ -50,7 +48,7 @@ bool by_problem_and_sample(const EvalSample& a, const EvalSample& b) { return st
 LoggedSamples parse_sample_log(std::string_view text, std::span<const uint64_t> keys, int64_t num_samples) {
   LoggedSamples found;
   std::unordered_map<std::string, int64_t> problems;
-  for (size_t i = 0; i < keys.size(); ++i) problems.emplace(hex(keys[i]), static_cast<int64_t>(i));
+  for (size_t i = 0; i < keys.size(); ++i) problems.emplace(hex_digits(keys[i]), static_cast<int64_t>(i));
   std::set<std::pair<int64_t, int64_t>> seen;
   for_each_checked_line(text, [&](const JsonValue* object) {
     auto sample = object != nullptr ? read_sample(*object) : std::nullopt;
@@ -116,7 +114,7 @@ Status SampleLog::append(std::span<const EvalSample> samples, std::span<const Pr
   for (const EvalSample& s : samples) {
     const auto i = static_cast<size_t>(s.problem);
     JsonLine line;
-    line.add("key", hex(keys[i])).add("row", problems[i].row);
+    line.add("key", hex_digits(keys[i])).add("row", problems[i].row);
     if (!problems[i].row_id.empty()) line.add("id", problems[i].row_id);
     line.add("sample", s.sample).add("status", answer_status_name(s.status)).add("num_tokens", s.num_tokens).add("response", s.response);
     text += checked_line(line) + "\n";

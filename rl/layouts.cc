@@ -57,9 +57,10 @@ Result<Layouts> resolve_layouts(const ParallelOptions& o, const ModelConfig& con
 
   limits.layers = 1;  // the sampler has no stages
   if (layouts.apart) limits.ranks = samplers;
+  limits.prefix = "rollout_";
   Layout wanted{.tp = o.rollout_tp == 0 ? 1 : static_cast<int>(o.rollout_tp), .ep = o.rollout_ep == 0 ? layouts.train.ep : static_cast<int>(o.rollout_ep)};
   Result<Layout> rollout = resolve_layout(wanted, limits);
-  if (!rollout) return errorf("the sampler's layout (parallel.rollout_tp, parallel.rollout_ep): {}", rollout.message());
+  if (!rollout) return errorf("the sampler's layout: {}", rollout.message());
   layouts.rollout = rollout.value();
   layouts.rollout_stages = {{0, config.num_layers()}};
   return layouts;

@@ -48,8 +48,8 @@ TEST(Layouts, StagesByList) {
 TEST(Layouts, ImpossibleOnesListTheNearest) {
   expect_error({.tp = 4}, 4, {"output groups", "tp 2, pp 1, ep 1, dp 2"});
   expect_error({.ep = 3}, 4, {"ep 3 does not divide dp 4", "nearest layouts"});
-  expect_error({.rollout_tp = 4}, 4, {"parallel.rollout_tp", "output groups", "tp 2, pp 1"});
-  expect_error({.rollout_ep = 16}, 16, {"parallel.rollout_ep", "16 ranks for 8 experts"});
+  expect_error({.rollout_tp = 4}, 4, {"parallel: rollout_tp 4 does not divide", "output groups", "\n  rollout_tp 2, rollout_pp 1, rollout_ep 1, rollout_dp 2"});
+  expect_error({.rollout_ep = 16}, 16, {"parallel: rollout_ep 16 ranks for 8 experts"});
 }
 
 }  // namespace

@@ -253,6 +253,7 @@ Status Loop::load_inputs(int threads) {
   use.optimizer = c.optimizer;
   if (use.optimizer.total_steps == 0) use.optimizer.total_steps = c.run.steps * c.train.steps_per_rollout;
   use.actor = {.max_tokens_per_microbatch = c.train.microbatch_tokens, .recompute = c.train.recompute, .cache = {}, .replay = c.train.replay};
+  use.sync = c.sync;
   use.ranks = groups_ ? &*groups_ : nullptr;
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (!policy) return policy.status();
@@ -716,15 +717,18 @@ Status Loop::record_sync(const Result<std::optional<SyncReceipt>>& receipt) {
     sync_ << JsonLine()
                  .add("step", state_.step)
                  .add("version", r.version)
+                 .add("delta", r.delta)
                  .add("copies", r.copies)
                  .add("rounds", r.rounds)
                  .add("moved_bytes", r.moved_bytes)
+                 .add("full_bytes", r.full_bytes)
                  .add("local_bytes", r.local_bytes)
+                 .add("changed_bytes", r.changed_bytes)
                  .add("quantized", r.quantized.elements)
                  .add("saturated", r.quantized.saturated)
                  .add("underflowed", r.quantized.underflowed)
                  .add("seconds", r.seconds)
-                 .add("checksum", fmt::format("{:016x}", r.checksum))
+                 .add("checksum", hex_digits(r.checksum))
                  .str()
           << '\n'
           << std::flush;
@@ -811,6 +815,7 @@ Status Loop::run() {
         .add("perf/optimizer_time", actor_now.optimizer - actor_before.optimizer)
         .add("perf/rollout_tok_per_s", rollout_rate)
         .add("perf/actor_train_tok_per_s", train_rate);
+    if (receipt.value() && receipt.value()->delta) timing.add("perf/update_weights_density", receipt.value()->density());
     if (!waits.empty()) {
       std::vector<float> shares;
       const double since_s = since_waits_.lap();

@@ -68,6 +68,7 @@ struct LoopConfig {
   OptimizerConfig optimizer;
   EvalOptions eval;
   ParallelOptions parallel;
+  SyncOptions sync;
   std::string resolved;  // the settings, for the run directory
 };
 

@@ -170,8 +170,13 @@ WeightBytes weights_arena_bytes(const std::vector<TensorSpec>& table, Numerics n
   for (const TensorSpec& t : table) {
     if (!t.held()) continue;
     const auto width = static_cast<int64_t>(dtype_bytes(t.weight_dtype(numerics)));
-    bytes.rows += footprint(t.shape.elements() * width);
-    if (t.has_panels()) bytes.panels += footprint(panel_shape(t.weight_shape()).elements() * width);
+    const Shape stored = t.stored_shape(numerics), scales = t.scale_shape(numerics);
+    bytes.rows += footprint(stored.elements() * width);
+    if (t.has_panels()) bytes.panels += footprint(panel_shape(stored).elements() * width);
+    if (scales.rank == 0) continue;
+    bytes.rows += footprint(scales.elements());
+    const int64_t panels = panel_shape(stored).elements() / (kPanelWidth * stored[stored.rank - 1]);
+    bytes.panels += f32(panels * scales[scales.rank - 1] * kPanelWidth);
   }
   return bytes;
 }
@@ -182,10 +187,20 @@ int64_t engine_state_bytes(const ModelConfig& m, Numerics numerics, const Engine
   return pool_bytes(m, numerics, slots, pages, page_tokens) + footprint(m.hidden_size * width_of(numerics));
 }
 
-int64_t transfer_bytes(const std::vector<TensorSpec>& destination, Numerics numerics, int64_t bucket_bytes) {
-  int64_t bytes = 2 * footprint(bucket_bytes);
-  for (const TensorSpec& t : destination)
-    if (t.held() && !t.has_panels()) bytes += footprint(t.shape.elements() * static_cast<int64_t>(dtype_bytes(t.weight_dtype(numerics))));
+int64_t transfer_bytes(const TransferSide& trainer, const TransferSide& sampler, int ranks, int64_t bucket_bytes) {
+  int64_t bytes = (ranks > 1 ? 2 : 1) * footprint(bucket_bytes);
+  const auto code_bytes = [&](const TensorSpec& t) {
+    return footprint(t.stored_shape(sampler.numerics).elements() * static_cast<int64_t>(dtype_bytes(t.weight_dtype(sampler.numerics))));
+  };
+  const auto scale_bytes = [&](const TensorSpec& t) { return footprint(t.scale_shape(sampler.numerics).elements()); };
+  for (const TensorSpec& t : sampler.table) {
+    if (!t.held()) continue;
+    if (!t.has_panels()) bytes += code_bytes(t);
+    if (t.quant_format(sampler.numerics)) bytes += scale_bytes(t);
+  }
+  if (is_quantized(trainer.numerics)) return bytes;
+  for (const TensorSpec& t : trainer.table)
+    if (t.held() && t.quant_format(sampler.numerics)) bytes += code_bytes(t) + scale_bytes(t);
   return bytes;
 }
 

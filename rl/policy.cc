@@ -60,11 +60,11 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
 // What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
 // that the system kills later. Activations come on top.
 // `use` is that of this rank.
-Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler, Numerics sampler_numerics) {
+Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler, Numerics sampler_numerics, Device device) {
   const double owners = use.ranks == nullptr ? 1 : use.ranks->layouts.train.dp;
   double weights = 0, training = 0, state = 0;
   const auto weight_bytes = [&](const TensorSpec& t, Numerics n) {
-    return static_cast<double>(t.stored_shape(n).elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(n))) * (t.has_panels() ? 2 : 1);
+    return static_cast<double>(t.stored_shape(n).elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(n))) * (t.has_panels() && device == Device::cpu ? 2 : 1);
   };
   if (sampler != nullptr)
     for (const TensorSpec& t : tensor_table(m, *sampler)) weights += weight_bytes(t, sampler_numerics);
@@ -82,14 +82,15 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
                 (static_cast<double>(size.slot_bytes) + static_cast<double>(pages) * static_cast<double>(size.page_bytes)) +
             static_cast<double>(use.engine.cache_slots) * static_cast<double>(size.slot_bytes);
   }
-  const double physical = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+  double physical = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+  if (device == Device::gpu && !device_info().emulated) physical = static_cast<double>(device_info().memory_bytes);
   const double largest = std::max({weights, training, state});
   if (weights + training + state <= physical && largest <= static_cast<double>(kArenaReserve)) return Status::ok();
   constexpr double kGiB = 1 << 30;
   return errorf("at least {:.1f} GiB of memory are needed (weights {:.1f}, masters{} {:.1f}, state of {} running samples {:.1f}), this "
-                "machine has {:.1f}; take a smaller model, or lower rollout.max_running",
+                "{} has {:.1f}; take a smaller model, or lower rollout.max_running",
                 (weights + training + state) / kGiB, weights / kGiB, use.train ? ", gradients and moments" : "", training / kGiB,
-                use.sample ? use.engine.max_running : 0, state / kGiB, physical / kGiB);
+                use.sample ? use.engine.max_running : 0, state / kGiB, device == Device::gpu ? "GPU" : "machine", physical / kGiB);
 }
 
 Groups* trainers(const PolicyUse& use) { return use.ranks == nullptr ? nullptr : &*use.ranks->train; }
@@ -99,6 +100,7 @@ std::string mebibytes(size_t bytes) { return fmt::format("{:.1f} MiB", static_ca
 }  // namespace
 
 Result<ModelConfig> find_model_config(const PolicyOptions& options) {
+  if (options.shape) return *options.shape;
   if (!options.config.empty()) {
     return load_model_config(is_directory(options.config) ? options.config + "/" + kConfigFile : options.config);
   }
@@ -152,10 +154,14 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   }
   Result<ModelConfig> config = find_model_config(options);
   if (!config) return config.status();
-  Result<std::unique_ptr<Tokenizer>> tokenizer = find_tokenizer(options);
-  if (!tokenizer) return tokenizer.status();
-  LOCKSTEP_RETURN_IF_ERROR(check_vocabulary(*tokenizer.value(), config.value()));
-  LOCKSTEP_RETURN_IF_ERROR(check_trained_tokenizer(options, *tokenizer.value()));
+  std::unique_ptr<Tokenizer> tokenizer;
+  if (use.text) {
+    Result<std::unique_ptr<Tokenizer>> found = find_tokenizer(options);
+    if (!found) return found.status();
+    tokenizer = found.take();
+    LOCKSTEP_RETURN_IF_ERROR(check_vocabulary(*tokenizer, config.value()));
+    LOCKSTEP_RETURN_IF_ERROR(check_trained_tokenizer(options, *tokenizer));
+  }
   if (use.engine.max_context > config.value().max_positions) {
     return errorf("a prompt with its response may reach {} tokens, the model's max_position_embeddings is {}; lower "
                   "task.max_prompt_tokens, rollout.max_new_tokens or eval.max_new_tokens, or leave out long examples",
@@ -172,7 +178,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   const Shard whole = whole_shard(config.value());
   const Placement trainer = ranks != nullptr ? ranks->trainer : Placement{.shards = {whole}, .numerics = options.numerics};
   const Placement sampler = ranks != nullptr ? ranks->sampler : Placement{.shards = {whole}, .numerics = options.sampler_numerics()};
-  const bool apart = use.train && use.sample && trainer != sampler;
+  const bool apart = use.train && use.sample && (use.apart || trainer != sampler);
   PolicyUse own = use;
   own.train = use.train && (ranks == nullptr || ranks->train);
   own.sample = use.sample && (ranks == nullptr || ranks->rollout);
@@ -182,15 +188,17 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     return errorf("rollout.numerics is {}, which cannot be made from weights trained in model.numerics {}; a trainer in bf16 goes with a sampler in bf16, fp8 or fp4",
                   numerics_name(sampler.numerics), numerics_name(trainer.numerics));
   }
+  if (options.device == Device::gpu && (held.tp > 1 || (ranks != nullptr && ranks->layouts.train.ep > 1)))
+    return errorf("device = gpu goes with parallel.pp and dp; heads and experts are not yet spread over GPUs: set parallel.tp and ep to 1, or device = cpu");
   if (apart && options.device == Device::gpu) {
     return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, "
                   "parallel.rollout_ranks 0, or set device = cpu");
   }
-  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, own, held, apart ? &sampled : nullptr, sampler.numerics));
+  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, own, held, apart ? &sampled : nullptr, sampler.numerics, options.device));
 
   std::unique_ptr<Policy> p(new Policy(options.device, num_threads(use.threads)));
   p->config_ = config.take();
-  p->tokenizer_ = tokenizer.take();
+  p->tokenizer_ = std::move(tokenizer);
   p->weights_arena_ = std::make_unique<Arena>("weights", kArenaReserve, options.device);
   p->rope_arena_ = std::make_unique<Arena>("rope tables", kArenaReserve, options.device);
   p->weights_ = std::make_unique<Weights>(p->config_, numerics, held, *p->weights_arena_);
@@ -199,7 +207,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     p->sampler_weights_ = std::make_unique<Weights>(p->config_, sampler.numerics, sampled, *p->weights_arena_);
     p->model_.weights = p->sampler_weights_.get();
     p->transfer_ = std::make_unique<Transfer>(ranks != nullptr ? ranks->all : nullptr, *p->weights_, *p->sampler_weights_, trainer, sampler,
-                                              [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_);
+                                              [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_, use.sync);
   }
   if (ranks != nullptr && own.sample) {
     if (ranks->rollout->tp.size() > 1) p->model_.tp = &ranks->rollout->tp;
@@ -245,7 +253,9 @@ Result<std::optional<SyncReceipt>> Policy::sync() {
 }
 
 Result<std::optional<SyncReceipt>> Policy::transfer() {
-  Result<SyncReceipt> receipt = transfer_->update(context(), [this](int id) { return actor_->master(id); });
+  const int64_t running = engine_ ? engine_->load().running : 0;
+  const Status quiet = running == 0 ? Status::ok() : errorf("{} samples hold state of version {}", running, sampler_weights_->version());
+  Result<SyncReceipt> receipt = transfer_->update(context(), [this](int id) { return actor_->master(id); }, quiet);
   if (!receipt) return receipt.status();
   return std::optional(receipt.take());
 }

@@ -35,6 +35,7 @@ struct PolicyOptions {
   bool kv_fp8 = false, index_fp4 = false;  // CacheRounding
   SamplerNumerics sampler = SamplerNumerics::same;
   Device device = Device::cpu;  // where weights, state and everything computed lie
+  std::optional<ModelConfig> shape = {};  // instead of a config.json
   Numerics sampler_numerics() const { return sampler == SamplerNumerics::same ? numerics : static_cast<Numerics>(static_cast<int>(sampler) - 1); }
   bool exact() const { return sampler_numerics() == numerics; }  // sampler and trainer compute the same bits
 };
@@ -46,8 +47,11 @@ struct PolicyUse {
   EngineOptions engine = {};  // max_context bounds prompt + response, in sampling and training
   bool sample = true;         // make an engine, on ranks that sample
   bool train = false;         // make an actor, on ranks that train
+  bool apart = false;         // of both: the sampler has weights of its own even where it could read the actor's
+  bool text = true;           // false: no tokenizer is looked for, and neither tokenizer() nor save() may be called
   OptimizerConfig optimizer = {};
   ActorOptions actor = {};
+  SyncOptions sync = {};       // of weights that the sampler has for itself
   RunGroups* ranks = nullptr;  // that work together, and outlive the policy; null: alone
 };
 

@@ -18,8 +18,6 @@ namespace lockstep {
 
 namespace {
 
-std::string hex(uint64_t x) { return fmt::format("{:016x}", x); }
-
 uint64_t sampling_sum(const SamplingOptions& s) {
   std::string text = fmt::format("{:08x} {:08x} {:08x} {} {} {}", std::bit_cast<uint32_t>(s.temperature), std::bit_cast<uint32_t>(s.top_p),
                                  std::bit_cast<uint32_t>(s.min_p), s.top_k, s.max_new_tokens, s.min_new_tokens);
@@ -64,7 +62,7 @@ JsonLine completion_line(uint64_t key, const Completion& c) {
   bits.reserve(c.logprobs.size());
   for (const float l : c.logprobs) bits.push_back(std::bit_cast<int32_t>(l));
   JsonLine line;
-  line.add("key", hex(key))
+  line.add("key", hex_digits(key))
       .add("prompt_id", c.prompt_id)
       .add("sample_idx", c.sample_idx)
       .add("reason", finish_reason_name(c.reason))
@@ -133,8 +131,8 @@ RolloutLog::RolloutLog(std::string directory, int64_t step, uint64_t weights, st
     CHECK(requests_.emplace(r.prompt_id, wanted).second, "two requests for prompt {}", r.prompt_id);
   }
   JsonLine header;
-  header.add("step", step).add("seed", requests.empty() ? 0 : requests.front().seed).add("weights", hex(weights));
-  if (!requests.empty()) header.add("sampling", hex(sampling_sum(requests.front().sampling)));
+  header.add("step", step).add("seed", requests.empty() ? 0 : requests.front().seed).add("weights", hex_digits(weights));
+  if (!requests.empty()) header.add("sampling", hex_digits(sampling_sum(requests.front().sampling)));
   header_ = checked_line(header) + "\n";
 }
 
@@ -174,7 +172,7 @@ void RolloutLog::take(std::string_view text, LoggedRollout& found) const {
     }
     Completion& c = parsed->first;
     const auto wanted = requests_.find(c.prompt_id);
-    if (wanted == requests_.end() || parsed->second != hex(wanted->second.key)) {
+    if (wanted == requests_.end() || parsed->second != hex_digits(wanted->second.key)) {
       ++found.foreign_lines;
       return;
     }

@@ -449,7 +449,9 @@ Result<RunPlan> make_run_plan(const PlanInput& input) {
   if (planner.apart(t, s)) {
     const Grid grid(rollout.value());
     const auto held = tensor_table(input.model, shard_of(input.model, grid, s.plan.stages, 0));
-    plan.sampler.memory.push_back({"sync buffers", transfer_bytes(held, input.numerics, Transfer::kBucketBytes)});
+    const auto trained = tensor_table(input.model, shard_of(input.model, Grid(train.value()), t.plan.stages, 0));
+    const Numerics sampler = input.rollout_fp8 ? Numerics::fp8 : input.numerics;
+    plan.sampler.memory.push_back({"sync buffers", transfer_bytes({trained, input.numerics}, {held, sampler}, input.ranks, Transfer::kBucketBytes)});
   } else {
     std::erase_if(plan.sampler.memory, [](const OwnerBytes& o) { return o.owner == "weights" || o.owner == "panels"; });  // the trainer's
   }

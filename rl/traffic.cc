@@ -6,6 +6,7 @@
 #include "model/expert_exchange.h"
 #include "model/tensor_parallel.h"
 #include "ops/logprob/logprob.h"
+#include "sync/transfer.h"
 #include "train/loss.h"
 #include "train/optimizer.h"
 #include "train/partition.h"
@@ -124,15 +125,19 @@ int64_t weight_bytes_of(const std::vector<Piece>& pieces, const std::vector<Tens
   return bytes;
 }
 
-// Gradients to their owners and rows back, over the ranks that hold one run.
-void add_run(Counter& counter, const std::vector<TensorSpec>& table, const GradientPlaces& places, bool experts, Numerics numerics, int ranks, int index,
-             bool applied) {
-  const int64_t length = experts ? places.experts : places.dense;
-  if (ranks == 1 || length == 0) return;
+// The run of dense gradients or of experts', in parts.
+CutRun cut_of(const std::vector<TensorSpec>& table, const GradientPlaces& places, bool experts, int ranks) {
   std::vector<int64_t> begin(places.begin);
   for (const TensorSpec& spec : table)
     if ((spec.cut == Cut::experts) != experts) begin[static_cast<size_t>(spec.id)] = -1;
-  const CutRun cut = cut_run(table, begin, length, ranks);
+  return cut_run(table, begin, experts ? places.experts : places.dense, ranks);
+}
+
+// Gradients to their owners and rows back, over the ranks that hold one run.
+void add_run(Counter& counter, const std::vector<TensorSpec>& table, const GradientPlaces& places, bool experts, Numerics numerics, int ranks, int index,
+             bool applied) {
+  if (ranks == 1 || (experts ? places.experts : places.dense) == 0) return;
+  const CutRun cut = cut_of(table, places, experts, ranks);
   counter.add("gradients", reduce_scatter_bytes(cut.parts, DType::f32, index));
   if (!applied) return;
   int64_t longest = 0;
@@ -241,16 +246,40 @@ TrafficByName train_step_traffic(const TrainerShape& t, const TrainStepCalls& ca
   return counter.take();
 }
 
-TrafficByName sync_traffic(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted, int64_t bucket_bytes,
-                           int rank) {
-  const SyncPlan plan = make_plan(config, from, to, wanted);
+TrafficByName sync_traffic(const TrainerShape& t, const Placement& to, const WantedTensors& wanted, int64_t bucket_bytes, int rank) {
+  const Grid grid(t.layout);
+  Placement from = placement_of(t.config, grid, t.stages, t.numerics);
+  from.shards.resize(to.shards.size(), {.layers = {}, .embedding = false, .head = false, .experts = {}});
+  const SyncPlan plan = make_plan(t.config, from, to, wanted);
   Counter counter;
   if (plan.ranks == 1) return counter.take();
-  counter.add("weights", plan_bytes(plan, rank), cut_into_rounds(plan, bucket_bytes, [](int64_t, size_t, const Range&) {}));
-  counter.add("weights check", exchange_counts_bytes(3, plan.ranks));  // bytes, version and hash of what went to each
-  counter.add("weights agreed", all_reduce_int_bytes(1, plan.ranks));
   const std::vector<int64_t> one_each(static_cast<size_t>(plan.ranks), 1);
+  counter.add("weights begin", all_gather_bytes(one_each, Transfer::kBeginBytes, rank));
+  counter.add("weights begin", all_reduce_int_bytes(1, plan.ranks));
+  counter.add("weights", plan_bytes(plan, rank), cut_into_rounds(plan, bucket_bytes, [](int64_t, size_t, const Range&) {}));
+  counter.add("weights check", plan_check_bytes(plan, rank));
+  counter.add("weights agreed", all_reduce_int_bytes(1, plan.ranks));
   counter.add("weights agreed", all_gather_bytes(one_each, sizeof(int64_t), rank));  // a hash of each
+  if (is_quantized(to.numerics)) counter.add("weights agreed", all_reduce_int_bytes(Transfer::kTotals, plan.ranks));
+  if (!is_quantized(to.numerics) || is_quantized(from.numerics) || rank >= grid.ranks()) return counter.take();
+  // The masters of trained tensors are spread; each rank quantises whole ones.
+  const std::vector<TensorSpec> table = tensor_table(t.config, from.shards[static_cast<size_t>(rank)]);
+  const GradientPlaces places = gradient_places(table, [&](const TensorSpec& s) { return is_trained(s, t.optimizer); });
+  for (const bool experts : {false, true}) {
+    const int ranks = experts ? t.layout.dp / t.layout.ep : t.layout.dp, index = experts ? grid.ep_block(rank) : grid.coordinates(rank).dp;
+    if (ranks == 1) continue;
+    const CutRun cut = cut_of(table, places, experts, ranks);
+    for (const TensorSpec& spec : table) {
+      if ((spec.cut == Cut::experts) != experts || places.begin[static_cast<size_t>(spec.id)] < 0 || !wanted(spec) || !spec.quant_format(to.numerics)) continue;
+      std::vector<int64_t> counts;
+      for (const std::vector<Piece>& pieces : cut.pieces) {
+        counts.push_back(0);
+        for (const Piece& piece : pieces)
+          if (piece.id == spec.id) counts.back() += piece.elements.size();
+      }
+      counter.add("masters", all_gather_bytes(counts, kFloat, index));
+    }
+  }
   return counter.take();
 }
 

@@ -14,7 +14,8 @@
 //   gradients                                   dp; replicas of experts    f32, reduce_scatter                                    parallel/collective.h
 //   gradient norm                               all                        one f64                                                parallel/collective.h
 //   weights                                     dp; replicas of experts    rounded rows of own pieces                             here
-//   weights, weights check, weights agreed      all                        the update of a sampler with another layout            sync/plan.h
+//   weights begin, weights, check, agreed       all                        the update of a sampler with another layout            sync/plan.h
+//   masters                                     dp; replicas of experts    f32, whole tensors that a quantised sampler is made of  here
 //   engine step                                 ep group, a step           whether anyone has work                                here
 //   rollout, completions                        all                        16 + 24 bytes, and 28 + 12 a token of each response     here
 //
@@ -77,9 +78,9 @@ struct TrainerShape {
 };
 TrafficByName train_step_traffic(const TrainerShape& trainer, const TrainStepCalls& calls, int rank);
 
-// One Transfer::update between two placements of all ranks.
-TrafficByName sync_traffic(const ModelConfig& config, const Placement& from, const Placement& to, const WantedTensors& wanted, int64_t bucket_bytes,
-                           int rank);
+// One Transfer::update, all of what is `wanted` (a delta moves less, how much less is not known before), and the Actor::master that it asks for. `to`: of all
+// ranks, the trainer's first.
+TrafficByName sync_traffic(const TrainerShape& trainer, const Placement& to, const WantedTensors& wanted, int64_t bucket_bytes, int rank);
 
 // One Peers::run as one engine (the ranks of a dp index) takes part.
 struct EngineCalls {

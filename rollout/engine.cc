@@ -178,7 +178,7 @@ Status Engine::Impl::check(const Request& request) const {
 // REQUIRES: check(request).
 void Engine::Impl::add(Request request) {
   const int64_t id = next_request++;
-  Active& active = requests.emplace(id, Active{.request = std::move(request), .tokens = {}}).first->second;
+  Active& active = requests.emplace(id, Active{.request = std::move(request), .tokens = {}, .choices = {}}).first->second;
   const Request& r = active.request;
   active.tokens = r.prompt;
   active.tokens.insert(active.tokens.end(), r.log.tokens.begin(), r.log.tokens.end());

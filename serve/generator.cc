@@ -15,9 +15,15 @@ Job::Job(std::vector<Request> requests, JobOptions options, const Tokenizer& tok
   for (size_t i = 0; i < samples; ++i) texts_.emplace_back(tokenizer, options_.stops, options_.special);
 }
 
-uint64_t Job::wait(uint64_t seen, std::chrono::milliseconds limit) {
+uint64_t Job::wait(uint64_t seen, Clock::time_point limit, Clock::time_point quiet_until) {
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, limit, [&] { return events_ != seen; });
+  const auto ended = [&] { return unfinished_ == 0 && events_ != seen; };
+  const auto changed = [&] { return events_ != seen; };
+  if (!changed_.wait_until(lock, std::min(limit, quiet_until), ended) && quiet_until < limit) {
+    awaited_ = true;
+    changed_.wait_until(lock, limit, changed);
+    awaited_ = false;
+  }
   return events_;
 }
 
@@ -129,9 +135,15 @@ void Generator::resume() {
   on_engine([&] { paused_ = false; });
 }
 
+void Generator::look_at_weights(const std::function<void(const Weights&, Device)>& f) {
+  const std::shared_lock kept(weights_);
+  f(policy_.weights(), policy_.context().device);
+}
+
 Status Generator::update(const std::string& checkpoint, Quiesce how, const std::string& label) {
   std::unique_lock one(updating_, std::try_to_lock);
   if (!one) return Status::error("another update is under way");
+  const std::unique_lock replaced(weights_);
   Update update{.how = how, .label = label, .done = false, .status = policy_.load_beside(checkpoint)};
   if (update.status) {
     on_engine([&] {
@@ -182,7 +194,7 @@ Status Generator::health(std::chrono::milliseconds deadline) {
   if (s.job == nullptr) return Status::error(s.message);
   const auto until = std::chrono::steady_clock::now() + deadline;
   while (std::chrono::steady_clock::now() < until) {
-    s.job->wait(1, std::chrono::milliseconds(50));
+    s.job->wait(1, std::chrono::steady_clock::now() + std::chrono::milliseconds(50));
     const bool ended = s.job->ended();
     const std::lock_guard lock(mutex_);
     if (ended || published_.engine.decode_tokens > before) break;
@@ -247,7 +259,7 @@ void Generator::end(const Completion& c) {
   StopText& text = job.texts_[i];
   const std::string rest = text.finish();
   FinishReason reason = c.reason;
-  bool last = false;
+  bool last = false, awaited = false;
   {
     const std::lock_guard lock(job.mutex_);
     Job::Sample& s = job.samples_[i];
@@ -260,8 +272,9 @@ void Generator::end(const Completion& c) {
     s.ended = true;
     ++job.events_;
     last = --job.unfinished_ == 0;
+    awaited = std::exchange(job.awaited_, false);
   }
-  if (job.options_.stream || last) job.changed_.notify_all();
+  if (last || awaited) job.changed_.notify_all();
   {
     const std::lock_guard lock(mutex_);
     ++(reason == FinishReason::stop ? published_.stopped : reason == FinishReason::length ? published_.truncated : published_.aborted);
@@ -286,6 +299,7 @@ void Generator::end(const Completion& c) {
 void Generator::deliver() {
   Engine& engine = policy_.engine();
   std::vector<std::pair<uint64_t, int32_t>> stopped;
+  std::vector<Job*> awaited;  // woken once, when all that they hear of is there
   for (const Drawn& d : engine.drawn()) {
     const auto found = places_.find(d.tag);
     CHECK(found != places_.end(), "a token of an unknown request {}", d.tag);
@@ -303,10 +317,11 @@ void Generator::deliver() {
       s.log.versions.push_back(d.version);
       s.text += text;
       ++job.events_;
+      if (std::exchange(job.awaited_, false)) awaited.push_back(&job);
     }
-    if (job.options_.stream) job.changed_.notify_all();
     if (job.texts_[i].matched() != nullptr) stopped.emplace_back(d.tag, d.sample_idx);
   }
+  for (Job* job : awaited) job->changed_.notify_all();
   for (const auto& [tag, sample] : stopped) engine.stop(tag, sample);
   for (const Completion& c : engine.take_finished()) end(c);
 }

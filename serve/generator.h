@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,7 +30,7 @@ struct JobOptions {
   std::string name;                // for abort(name); may be empty
   std::vector<std::string> stops;  // texts that end a sample
   SpecialTokens special = SpecialTokens::hide;
-  bool stream = false;             // wake its waiter at every token, not only at the end
+  bool stream = false;             // its tokens are told as they come, not only at the end
 };
 
 // Requests that belong together, with the same sampling. Its samples are numbered request by request.
@@ -43,8 +44,10 @@ class Job {
     std::string matched;  // the stop string that ended it
   };
 
-  // Waits until something happened since `seen` (an earlier result, or 0), or for `limit`. Returns what to call `seen` next time.
-  uint64_t wait(uint64_t seen, std::chrono::milliseconds limit);
+  using Clock = std::chrono::steady_clock;
+  // Waits, but not beyond `limit`, until something happened since `seen` (an earlier result, or 0); before `quiet_until` only the end of the job counts.
+  // Returns what to call `seen` next time. One thread at a time.
+  uint64_t wait(uint64_t seen, Clock::time_point limit, Clock::time_point quiet_until = {});
   bool ended() const;
   // Calls f(sample index, sample) for every sample, under the job's lock.
   void look(const std::function<void(size_t, const Sample&)>& f) const;
@@ -62,6 +65,7 @@ class Job {
   std::vector<Sample> samples_;  // and all below: under mutex_
   size_t unfinished_;
   uint64_t events_ = 1;
+  bool awaited_ = false;  // somebody waits for more than the end
   std::vector<StopText> texts_;  // the engine's thread alone
 };
 
@@ -102,6 +106,8 @@ class Generator {
   // Blocks until the new version serves, or an error says why the old one goes on. One at a time. label: what weight_version() says from then on;
   // empty: the number of the version.
   Status update(const std::string& checkpoint, Quiesce how, const std::string& label);
+  // Calls f with the weights that serve, and where they lie. Meanwhile no update begins, nor is one under way.
+  void look_at_weights(const std::function<void(const Weights&, Device)>& f);
   // True if a token can be drawn within `deadline`, for a request of its own or, when the queue is long, for another one.
   Status health(std::chrono::milliseconds deadline);
   // No more submissions; waits for jobs that are unfinished, for `limit`. False: some are.
@@ -149,6 +155,7 @@ class Generator {
   bool paused_ = false;
   Update* update_ = nullptr;  // that waits for quiet
   std::mutex updating_;
+  std::shared_mutex weights_;  // unique: they are being replaced
   std::thread thread_;
 };
 

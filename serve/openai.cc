@@ -53,8 +53,15 @@ const char* finish_name(const Job::Sample& s) { return finish_reason_name(s.reas
 // What the two kinds of reply have in common.
 class OpenAiReply : public Reply {
  public:
-  OpenAiReply(const ServedModel& model, const char* id_prefix, bool logprobs, bool include_usage)
-      : tokenizer_(*model.tokenizer), model_(model.name), id_(random_name(id_prefix)), created_(std::time(nullptr)), logprobs_(logprobs), include_usage_(include_usage) {}
+  OpenAiReply(const ServedModel& model, std::string_view id_prefix, std::string_view whole_object, std::string_view part_object, bool logprobs, bool include_usage)
+      : tokenizer_(*model.tokenizer), logprobs_(logprobs), include_usage_(include_usage) {
+    const std::string id = json_string(random_name(id_prefix)), name = json_string(model.name);
+    const auto head = [&, created = std::time(nullptr)](std::string_view object) {
+      return fmt::format("{{\"id\":{},\"object\":\"{}\",\"created\":{},\"model\":{},\"choices\":[", id, object, created, name);
+    };
+    whole_head_ = head(whole_object);
+    part_head_ = head(part_object);
+  }
 
   std::string whole(const Job& job) override {
     std::string choices;
@@ -62,7 +69,7 @@ class OpenAiReply : public Reply {
       if (i > 0) choices += ',';
       choices += whole_choice(job, i, s);
     });
-    return fmt::format("{{{},\"choices\":[{}],\"usage\":{}}}", head(whole_object()), choices, usage(job));
+    return fmt::format("{}{}],\"usage\":{}}}", whole_head_, choices, usage(job));
   }
 
   std::string events(const Job& job) override {
@@ -74,11 +81,11 @@ class OpenAiReply : public Reply {
       ended += s.ended;
       Written& w = written_[i];
       if (w.ended) return;
-      for (const std::string& choice : new_choices(job, i, s, w)) out += sse(fmt::format("{{{},\"choices\":[{}]{}}}", head(part_object()), choice, include_usage_ ? ",\"usage\":null" : ""));
+      for (const std::string& choice : new_choices(job, i, s, w)) out += sse(fmt::format("{}{}]{}}}", part_head_, choice, include_usage_ ? ",\"usage\":null" : ""));
       w.ended = s.ended;
     });
     if (ended < count) return out;
-    if (include_usage_) out += sse(fmt::format("{{{},\"choices\":[],\"usage\":{}}}", head(part_object()), usage(job)));
+    if (include_usage_) out += sse(fmt::format("{}],\"usage\":{}}}", part_head_, usage(job)));
     return out.append(kSseEnd);
   }
 
@@ -87,14 +94,9 @@ class OpenAiReply : public Reply {
     size_t text = 0, tokens = 0, offset = 0;
     bool begun = false, ended = false;
   };
-  virtual const char* whole_object() const = 0;
-  virtual const char* part_object() const = 0;
   virtual std::string whole_choice(const Job& job, size_t i, const Job::Sample& s) = 0;
   virtual std::vector<std::string> new_choices(const Job& job, size_t i, const Job::Sample& s, Written& w) = 0;
 
-  std::string head(const char* object) const {
-    return fmt::format("\"id\":{},\"object\":\"{}\",\"created\":{},\"model\":{}", json_string(id_), object, created_, json_string(model_));
-  }
   static std::string usage(const Job& job) {
     size_t prompt = 0, completion = 0;
     for (const Request& r : job.requests()) prompt += r.prompt.size();
@@ -103,28 +105,23 @@ class OpenAiReply : public Reply {
   }
 
   const Tokenizer& tokenizer_;
-  const std::string model_, id_;
-  const std::time_t created_;
   const bool logprobs_, include_usage_;
+  std::string whole_head_, part_head_;  // of an answer and of an event, up to their choices
   std::vector<Written> written_;
 };
 
 class CompletionReply : public OpenAiReply {
  public:
   CompletionReply(const ServedModel& model, bool logprobs, bool include_usage, std::vector<std::string> echo)
-      : OpenAiReply(model, "cmpl-", logprobs, include_usage), echo_(std::move(echo)) {}
+      : OpenAiReply(model, "cmpl-", "text_completion", "text_completion", logprobs, include_usage), echo_(std::move(echo)) {}
 
  protected:
-  const char* whole_object() const override { return "text_completion"; }
-  const char* part_object() const override { return "text_completion"; }
-
   std::string whole_choice(const Job& job, size_t i, const Job::Sample& s) override {
     size_t offset = 0;
     return choice(i, echo(job, i) + s.text, logprobs(s, 0, offset), s);
   }
   std::vector<std::string> new_choices(const Job& job, size_t i, const Job::Sample& s, Written& w) override {
-    std::string text = w.begun ? "" : echo(job, i);
-    text += s.text.substr(w.text);
+    const std::string text = (w.begun ? "" : echo(job, i)) + s.text.substr(w.text);
     if (text.empty() && !s.ended && (!logprobs_ || w.tokens == s.log.tokens.size())) return {};
     const std::string part = choice(i, text, logprobs(s, w.tokens, w.offset), s);
     w.begun = true;
@@ -143,10 +140,10 @@ class CompletionReply : public OpenAiReply {
     std::string tokens, values, offsets;
     for (size_t t = first; t < s.log.tokens.size(); ++t) {
       const char* comma = t > first ? "," : "";
-      const std::string text = token_text(tokenizer_, s.log.tokens[t]);
-      tokens.append(comma).append(json_string(text));
+      const std::string_view text = tokenizer_.token_bytes(s.log.tokens[t], SpecialTokens::show);
+      append_json_string(&tokens.append(comma), text);
       values.append(comma).append(json_number(s.log.logprobs[t]));
-      offsets += fmt::format("{}{}", comma, offset);
+      offsets.append(comma).append(std::to_string(offset));
       offset += text.size();
     }
     return fmt::format("{{\"tokens\":[{}],\"token_logprobs\":[{}],\"top_logprobs\":null,\"text_offset\":[{}]}}", tokens, values, offsets);
@@ -157,12 +154,10 @@ class CompletionReply : public OpenAiReply {
 
 class ChatReply : public OpenAiReply {
  public:
-  ChatReply(const ServedModel& model, bool logprobs, bool include_usage, ChatMode mode) : OpenAiReply(model, "chatcmpl-", logprobs, include_usage), mode_(mode) {}
+  ChatReply(const ServedModel& model, bool logprobs, bool include_usage, ChatMode mode)
+      : OpenAiReply(model, "chatcmpl-", "chat.completion", "chat.completion.chunk", logprobs, include_usage), mode_(mode) {}
 
  protected:
-  const char* whole_object() const override { return "chat.completion"; }
-  const char* part_object() const override { return "chat.completion.chunk"; }
-
   std::string whole_choice(const Job& job, size_t i, const Job::Sample& s) override {
     AssistantMessage message;
     const bool by_end_token = s.reason == FinishReason::stop && s.matched.empty();

@@ -2,16 +2,21 @@
 
 #include <httplib.h>
 
+#include <algorithm>
+#include <charconv>
 #include <csignal>
 #include <ctime>
 
+#include "core/device.h"
 #include "io/utf8.h"
+#include "serve/weights.h"
 
 namespace lockstep {
 
 namespace {
 
 constexpr const char* kJson = "application/json";
+using Clock = Job::Clock;
 constexpr auto kLook = std::chrono::milliseconds(200);  // how often a waiting thread looks whether its client is still there
 
 // Equal in a time that does not tell where they differ.
@@ -44,6 +49,7 @@ struct Server::Http {
   explicit Http(Server& s) : s(s) {}
   void routes();
   void generate(const Result<JsonValue>& body, httplib::Response& response, const std::function<bool(const JsonValue&, Call*, ApiError*)>& read);
+  Clock::time_point next_writing() const;
   void health(httplib::Response& response);
   void update(const JsonValue& body, httplib::Response& response);
   std::string metrics() const;
@@ -73,26 +79,40 @@ void Server::Http::generate(const Result<JsonValue>& body, httplib::Response& re
   }
   // From here on a chunked answer: only while one is being written does the library tell whether the client is there.
   const std::shared_ptr<Job> job = submitted.job;
-  auto seen = std::make_shared<uint64_t>(0);
+  struct Progress {
+    uint64_t seen = 0;
+    Clock::time_point quiet_until;  // the next event is not written before
+  };
+  auto progress = std::make_shared<Progress>();
+  progress->quiet_until = stream ? Clock::time_point() : Clock::time_point::max();
   response.set_chunked_content_provider(
       stream ? "text/event-stream" : kJson,
-      [job, call, stream, seen](size_t, httplib::DataSink& sink) {
-        *seen = job->wait(*seen, kLook);
+      [this, job, call, stream, progress](size_t, httplib::DataSink& sink) {
+        progress->seen = job->wait(progress->seen, Clock::now() + kLook, progress->quiet_until);
         const bool ended = job->ended();
         std::string text;
         if (stream) text = call->reply->events(*job);
         if (!stream && ended) text = call->reply->whole(*job);
-        if (!text.empty() && !sink.write(text.data(), text.size())) return false;
+        if (text.empty()) return sink.is_writable();
+        if (!sink.write(text.data(), text.size())) return false;
         if (stream ? text.ends_with(kSseEnd) : ended) {
           sink.done();
-          return true;
+        } else {
+          progress->quiet_until = next_writing();
         }
-        return sink.is_writable();
+        return true;
       },
       [this, job, answer = std::move(answer)](bool written) {
         if (!written) ++dropped;
         if (!job->ended()) s.generator_.cancel(job);
       });
+}
+
+// When a stream that has written may write again: all at the same moments, or some would always be taking a core from under one of the engine's threads while
+// the others wait for it.
+Clock::time_point Server::Http::next_writing() const {
+  const Clock::duration between = std::chrono::nanoseconds(std::max<int64_t>(1, 1'000'000'000 * answering / s.options_.events_per_second));
+  return Clock::time_point((Clock::now().time_since_epoch() / between + 1) * between);
 }
 
 void Server::Http::health(httplib::Response& response) {
@@ -223,6 +243,25 @@ void Server::Http::routes() {
                          kJson);
   };
   server.Get("/get_model_info", info);
+  server.Get("/weights_checksums", [this](const Request& request, Response& response) {
+    const auto index = [&](const char* name, int64_t size) -> int64_t {  // -1: not asked for; size: none of the model's
+      const std::string text = request.get_param_value(name);
+      int64_t i = size;
+      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), i);
+      return !request.has_param(name) ? -1 : error == std::errc() && end == text.data() + text.size() && i >= 0 && i < size ? i : size;
+    };
+    s.generator_.look_at_weights([&](const Weights& w, Device device) {
+      const auto tensors = static_cast<int64_t>(w.table().size());
+      const int64_t id = index("id", tensors);
+      const int64_t rows = id >= 0 && id < tensors ? w.table()[static_cast<size_t>(id)].box.rows.size() : 0, row = index("row", rows);
+      if (id == tensors || row == rows || (row >= 0 && id < 0))
+        return answer_error(response, {.status = 400, .message = fmt::format("id is the number of one of the {} tensors, row that of one of its rows", tensors)});
+      DeviceContext c(device);
+      response.set_content(id < 0 ? checksums_json(c, w, s.generator_.weight_version()) : row < 0 ? row_checksums_json(c, w, static_cast<int>(id))
+                                                                                               : row_bits_json(c, w, static_cast<int>(id), row),
+                           kJson);
+    });
+  });
   server.Get("/metrics", [this](const Request&, Response& response) { response.set_content(metrics(), "text/plain; version=0.0.4"); });
 
   // Commands: an object, which may be missing.

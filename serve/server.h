@@ -25,6 +25,7 @@ struct ServerOptions {
   int64_t max_samples = 512;      // unfinished at once; more are answered 429
   int64_t max_connections = 320;  // threads; more connections wait. The library cannot serve descriptors from 1024 on
   int64_t max_body_bytes = 8 << 20;
+  int64_t events_per_second = 2000;  // that streams share: few of them write every token as it is drawn, many write several at once, each at least 5 times a second
   float write_deadline_s = 10;   // of one write to a client
   float health_deadline_s = 20;
 };

@@ -7,7 +7,9 @@
 
 #include <httplib.h>
 #include <netinet/in.h>
+#include <signal.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <bit>
@@ -21,6 +23,7 @@
 #include "model/checkpoint_io.h"
 #include "model/testing.h"
 #include "rl/sampling.h"
+#include "serve/weights.h"
 
 namespace lockstep {
 namespace {
@@ -265,6 +268,26 @@ TEST_F(Serve, EveryInterfaceStreamedOrNotSaysWhatTheEngineSaysOffline) {
   expect_all_free();
 }
 
+TEST_F(Serve, AStreamThatMayRarelyWriteSaysTheSameInFewEvents) {
+  serve({.events_per_second = 1});
+  const std::string body = "{\"prompt\":\"abc\",\"max_tokens\":300,\"seed\":3,\"ignore_eos\":true,\"logprobs\":0";
+  const JsonValue whole = parsed(post("/v1/completions", body + "}"));
+  const std::vector<JsonValue> parts = events_of(post("/v1/completions", body + ",\"stream\":true}"));
+  std::string text;
+  std::vector<uint32_t> logprobs;
+  for (const JsonValue& part : parts) {
+    const JsonValue& c = at(part, "choices").items.at(0);
+    text += at(c, "text").text;
+    for (const JsonValue& l : at(at(c, "logprobs"), "token_logprobs").items) logprobs.push_back(bits(l));
+  }
+  const JsonValue& choice = at(whole, "choices").items.at(0);
+  EXPECT_EQ(text, at(choice, "text").text);
+  const std::vector<JsonValue>& expected = at(at(choice, "logprobs"), "token_logprobs").items;
+  ASSERT_EQ(logprobs.size(), expected.size());
+  for (size_t t = 0; t < expected.size(); ++t) EXPECT_EQ(logprobs[t], bits(expected[t]));
+  EXPECT_LT(parts.size(), 150u);
+}
+
 TEST_F(Serve, ManyClientsAtOnceSayWhatTheEngineSaysOffline) {
   serve();
   const std::unique_ptr<Policy> reference = make_policy("a", 0);
@@ -462,6 +485,61 @@ TEST_F(Serve, ClientsThatLeaveFreeWhatTheyHeld) {
   EXPECT_NE(get("/metrics").find("lockstep_dropped_clients_total 3\n"), std::string::npos);
 }
 
+// Processes that stream, some of which read no more after a while, and are killed with SIGKILL in the middle.
+TEST_F(Serve, KilledClientsFreeWhatTheyHeldAndOthersNoticeNothing) {
+  serve();
+  constexpr int kClients = 8;
+  const std::string body = "{\"prompt\":\"abc\",\"max_tokens\":880,\"n\":2,\"ignore_eos\":true,\"stream\":true}", asked = "{\"prompt\":\"a\",\"max_tokens\":60,\"seed\":1,\"ignore_eos\":true,\"logprobs\":0";
+  const auto choice = [](const std::string& answer) {
+    std::string out;
+    append_json(&out, at(parsed(answer), "choices"));
+    return out;
+  };
+  const std::string expected = choice(post("/v1/completions", asked + "}"));
+  const auto metric = [&](const std::string& name) {
+    const std::string all = get("/metrics"), line = "\nlockstep_" + name + " ";
+    const size_t found = all.find(line);
+    EXPECT_NE(found, std::string::npos) << name;
+    return found == std::string::npos ? -1.0 : std::atof(all.c_str() + found + line.size());
+  };
+  for (int round = 0; round < 2; ++round) {
+    std::vector<pid_t> clients;
+    for (int i = 0; i < kClients; ++i) {
+      const int sock = silent_client("/v1/completions", body);
+      const pid_t pid = ::fork();
+      ASSERT_GE(pid, 0);
+      if (pid == 0) {  // system calls alone: the locks of the parent's threads are as they were
+        char buffer[4096];
+        int64_t left = i % 2 == 0 ? 2000 : INT64_MAX;
+        for (ssize_t n; left > 0 && (n = ::recv(sock, buffer, sizeof buffer, 0)) > 0;) left -= n;
+        ::pause();
+        ::_exit(0);
+      }
+      ::close(sock);
+      clients.push_back(pid);
+    }
+    while (server_->generator().stats().unfinished < 2 * kClients) std::this_thread::yield();
+    std::string other;
+    std::thread survivor([&] { other = post("/v1/completions", asked + "}"); });
+    wait_for_tokens(100);
+    EXPECT_LT(metric("free_pages"), metric("pages"));
+    EXPECT_GT(metric("running_samples"), 0);
+    for (const pid_t pid : clients) ::kill(pid, SIGKILL);
+    for (const pid_t pid : clients) ::waitpid(pid, nullptr, 0);
+    survivor.join();
+    EXPECT_EQ(choice(other), expected);
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (metric("unfinished_samples") > 0 && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    post("/flush_cache", "");
+    EXPECT_EQ(metric("unfinished_samples"), 0);
+    EXPECT_EQ(metric("running_samples"), 0);
+    EXPECT_EQ(metric("free_pages"), metric("pages"));
+    EXPECT_EQ(metric("dropped_clients_total"), (round + 1) * kClients);
+  }
+  EXPECT_EQ(metric("samples_aborted_total"), 2 * 2 * kClients);
+  expect_all_free();
+}
+
 TEST_F(Serve, AReaderThatIsTooSlowIsLeft) {
   serve({.write_deadline_s = 0.2f});
   // An answer larger than what sockets hold.
@@ -607,6 +685,50 @@ TEST_F(Serve, WeightsAreUpdatedOrTheOldOnesServeOn) {
     }
   }
   expect_all_free();
+}
+
+TEST_F(Serve, TheNumbersThatServeAreTheTrainersExport) {
+  serve();
+  const ModelConfig m = policy_->config();
+  CpuContext c(1);
+  const auto compare = [&](const ReadBox& masters) {
+    const Result<ServedWeights> r = compare_served_weights(c, {fmt::format("http://127.0.0.1:{}", server_->port()), ""}, m, masters);
+    EXPECT_TRUE(r.is_ok()) << (r ? "" : r.message());
+    return r ? r.value() : ServedWeights();
+  };
+  const auto source = [&](const char* name) { return checkpoint_source(root_ / name, m).value(); };
+  const ServedWeights a = compare(source("a"));
+  EXPECT_EQ(a.numerics, Numerics::bf16);
+  EXPECT_EQ(a.comparison.different, 0);
+  EXPECT_EQ(a.comparison.tensors, static_cast<int64_t>(tensor_table(m).size()));
+
+  // A trainer one of whose numbers is another one: the next that bf16 has.
+  const ReadBox planted = [&](const TensorSpec& spec, const Box& box, TensorView out) {
+    LOCKSTEP_RETURN_IF_ERROR(source("a")(spec, box, out));
+    if (spec.name == "layers.1.ffn.experts.*.w3.weight") {
+      float& x = out.row<float>(2 * m.expert_dim + 7)[11];
+      x = std::bit_cast<float>(std::bit_cast<uint32_t>(x) + (1u << 16));
+    }
+    return Status::ok();
+  };
+  const ServedWeights other = compare(planted);
+  EXPECT_EQ(other.comparison.different, 1);
+  ASSERT_TRUE(other.comparison.first.has_value());
+  EXPECT_EQ(other.comparison.first->tensor, "layers.1.ffn.experts.2.w3.weight");
+  EXPECT_EQ(other.comparison.first->row, 7);
+  EXPECT_EQ(other.comparison.first->column, 11);
+
+  EXPECT_GT(compare(source("b")).comparison.different, 0);
+  post("/update_weights_from_disk", fmt::format("{{\"model_path\":\"{}\",\"weight_version\":\"b\"}}", (root_ / "b").string()));
+  const ServedWeights b = compare(source("b"));
+  EXPECT_EQ(b.comparison.different, 0);
+  EXPECT_EQ(b.version, "b");
+  for (const char* query : {"?id=-1", "?id=100000", "?id=x", "?row=0", "?id=0&row=100000"}) get(std::string("/weights_checksums") + query, 400);
+  ModelConfig wider = m;
+  wider.q_rank *= 2;
+  const Result<ServedWeights> strange = compare_served_weights(c, {fmt::format("http://127.0.0.1:{}", server_->port()), ""}, wider, random_boxes(wider, 1));
+  ASSERT_FALSE(strange.is_ok());
+  EXPECT_NE(strange.message().find("a tensor that is not the checkpoint's"), std::string::npos) << strange.message();
 }
 
 TEST_F(Serve, StoppingLetsAnswersEnd) {

@@ -41,11 +41,11 @@ std::vector<Part> parts_of(const std::vector<std::vector<TensorSpec>>& tables, s
   return parts;
 }
 
+}  // namespace
+
 std::string box_str(const Box& b) {
   return fmt::format("rows [{}, {}) columns [{}, {})", b.rows.begin, b.rows.end, b.columns.begin, b.columns.end);
 }
-
-}  // namespace
 
 Placement placement_of(const ModelConfig& config, const Grid& grid, const StageLayers& stages, Numerics numerics) {
   Placement p{.shards = {}, .numerics = numerics};
@@ -184,14 +184,26 @@ int64_t cut_into_rounds(const SyncPlan& plan, int64_t bucket_bytes, const std::f
   return round;
 }
 
-CommBytes plan_bytes(const SyncPlan& plan, int rank) {
+namespace {
+
+template <typename Bytes>
+CommBytes copied_bytes(const SyncPlan& plan, int rank, Bytes bytes) {
   CommBytes b;
   for (const Copy& c : plan.copies) {
     if (c.local()) continue;
-    if (c.from == rank) b.sent += plan.bytes(c);
-    if (c.to == rank) b.received += plan.bytes(c);
+    if (c.from == rank) b.sent += bytes(c);
+    if (c.to == rank) b.received += bytes(c);
   }
   return b;
+}
+
+}  // namespace
+
+CommBytes plan_bytes(const SyncPlan& plan, int rank) {
+  return copied_bytes(plan, rank, [&](const Copy& c) { return plan.bytes(c); });
+}
+CommBytes plan_check_bytes(const SyncPlan& plan, int rank) {
+  return copied_bytes(plan, rank, [](const Copy&) { return static_cast<int64_t>(sizeof(int64_t)); });
 }
 
 }  // namespace lockstep

@@ -18,6 +18,7 @@
 #include "model/shard.h"
 #include "model/weights.h"
 #include "parallel/collective.h"
+#include "sync/manifest.h"
 
 namespace lockstep {
 
@@ -55,8 +56,7 @@ struct SyncPlan {
 // Whether weights in `to` can be made from those of a trainer in `from`: what is the same, rounded or quantised on the way.
 constexpr bool can_follow(Numerics from, Numerics to) { return from == to || from == Numerics::f32 || (from == Numerics::bf16 && to != Numerics::f32); }
 
-// Which tensors are copied; all of them for a first update.
-using WantedTensors = std::function<bool(const TensorSpec&)>;
+std::string box_str(const Box& box);
 
 // The box of blocks that a box of numbers consists of. REQUIRES: spec.quant_format(n), and a box that ends between blocks.
 Box blocks_of(const TensorSpec& spec, Numerics n, const Box& box);
@@ -74,5 +74,7 @@ int64_t cut_into_rounds(const SyncPlan& plan, int64_t bucket_bytes, const std::f
 
 // What a rank sends to and receives from others when the plan is carried out.
 CommBytes plan_bytes(const SyncPlan& plan, int rank);
+// And of a checksum for each copy.
+CommBytes plan_check_bytes(const SyncPlan& plan, int rank);
 
 }  // namespace lockstep

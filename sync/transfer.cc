@@ -1,6 +1,7 @@
 #include "sync/transfer.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <chrono>
 #include <cstring>
@@ -9,15 +10,20 @@
 
 #include "ops/cast/cast.h"
 #include "ops/matmul/matmul.h"
+#include "sync/delta.h"
 
 namespace lockstep {
 
 namespace {
 
-constexpr int kBytes = 0, kVersion = 1, kHash = 2;  // of a tally
+constexpr int64_t kSumBytes = sizeof(int64_t);  // of a copy's XXH64
 
-void add_to_hash(int64_t& hash, const void* data, int64_t bytes) {
-  hash = std::bit_cast<int64_t>(XXH64(data, static_cast<size_t>(bytes), std::bit_cast<uint64_t>(hash)));
+// What a rank tells the others at the beginning.
+using State = std::array<int64_t, Transfer::kBeginBytes / sizeof(int64_t)>;
+constexpr size_t kVersion = 0, kSampler = 1, kManifest = 2, kCommitted = 3, kKnowsSent = 4, kFine = 5;
+
+void add_to_sum(int64_t& sum, const void* data, size_t bytes) {
+  sum = std::bit_cast<int64_t>(XXH64(data, bytes, std::bit_cast<uint64_t>(sum)));
 }
 
 // Rows of the whole tensor, columns of the box, as a view into the matrix that holds `held` of it. Two numbers of e2m1x2 are one element.
@@ -44,15 +50,6 @@ void store(Context& c, TensorView out, ConstTensorView in) {
   });
 }
 
-// Calls f(first byte, bytes) for the runs that a matrix consists of: its rows, or all of it.
-template <typename F>
-void for_runs(ConstTensorView v, F f) {
-  const char* at = static_cast<const char*>(v.data);
-  if (v.contiguous()) return f(at, static_cast<int64_t>(v.bytes()));
-  const auto width = static_cast<int64_t>(dtype_bytes(v.dtype));
-  for (int64_t r = 0; r < v.rows(); ++r) f(at + r * v.row_stride * width, v.dim(1) * width);
-}
-
 // Any of the numbers, which may lie unaligned, has all bits of `exponent` set.
 template <typename Bits>
 bool any_with(const char* at, int64_t bytes, Bits exponent) {
@@ -65,244 +62,434 @@ bool any_with(const char* at, int64_t bytes, Bits exponent) {
   return found != 0;
 }
 
-// Neither NaN nor infinite.
+// Neither NaN nor infinite. Contiguous.
 bool finite(ConstTensorView v) {
-  bool ok = true;
-  for_runs(v, [&](const char* at, int64_t bytes) {
-    if (v.dtype == DType::f32) ok = ok && !any_with<uint32_t>(at, bytes, 0x7f800000u);
-    if (v.dtype == DType::bf16) ok = ok && !any_with<uint16_t>(at, bytes, 0x7f80u);
-    if (v.dtype == DType::e4m3) ok = ok && !any_with<uint8_t>(at, bytes, 0x7f);
-    if (v.dtype == DType::ue8m0) ok = ok && !any_with<uint8_t>(at, bytes, 0xff);
-  });
-  return ok;
+  const char* at = static_cast<const char*>(v.data);
+  const auto bytes = static_cast<int64_t>(v.bytes());
+  switch (v.dtype) {
+    case DType::f32: return !any_with<uint32_t>(at, bytes, 0x7f800000u);
+    case DType::bf16: return !any_with<uint16_t>(at, bytes, 0x7f80u);
+    case DType::e4m3: return !any_with<uint8_t>(at, bytes, 0x7f);
+    case DType::ue8m0: return !any_with<uint8_t>(at, bytes, 0xff);
+    default: return true;
+  }
+}
+
+ByteRows byte_rows(const TensorView& v) {
+  const auto width = static_cast<int64_t>(dtype_bytes(v.dtype));
+  return {static_cast<char*>(v.data), v.rows(), v.dim(1) * width, v.row_stride * width};
+}
+
+TensorView as_bytes(const TensorView& rows) { return TensorView(rows.data, DType::u8, {static_cast<int64_t>(rows.bytes())}); }
+
+const WantedTensors kEvery = [](const TensorSpec&) { return true; };
+
+Route planned_route(const ModelConfig& config, const Placement& source, const Placement& destination, const WantedTensors& wanted, int rank, int64_t bucket_bytes) {
+  SyncPlan plan = make_plan(config, source, destination, wanted);
+  const Status covered = check_plan(config, source, destination, wanted, plan);
+  CHECK(covered.is_ok(), "weight update: {}", covered.message());
+  return make_route(std::move(plan), rank, bucket_bytes);
+}
+
+// The most that deltas of a bucket's pieces take beyond the rows.
+int64_t bitmaps_of(const Route& route) {
+  int64_t most = 0;
+  for (const Route::Bucket& bucket : route.buckets)
+    for (const auto* pieces : {&bucket.sends, &bucket.receives}) {
+      int64_t bytes = 0;
+      for (const Route::Piece& piece : *pieces) bytes += delta_bitmap_bytes(piece.rows.size(), route.plan.row_bytes(route.plan.copies[piece.copy]));
+      most = std::max(most, bytes);
+    }
+  return most;
+}
+
+// The copies between ranks that `rank` sends or receives, by the other rank, then as in the plan; and how many there are of each.
+struct PairedCopies {
+  std::vector<size_t> copies;
+  std::vector<int64_t> counts;  // by the other rank
+};
+PairedCopies paired(const SyncPlan& plan, int rank, int Copy::*mine, int Copy::*other) {
+  PairedCopies p{.copies = {}, .counts = std::vector<int64_t>(static_cast<size_t>(plan.ranks))};
+  for (size_t i = 0; i < plan.copies.size(); ++i) {
+    if (plan.copies[i].local() || plan.copies[i].*mine != rank) continue;
+    p.copies.push_back(i);
+    ++p.counts[static_cast<size_t>(plan.copies[i].*other)];
+  }
+  std::stable_sort(p.copies.begin(), p.copies.end(), [&](size_t a, size_t b) { return plan.copies[a].*other < plan.copies[b].*other; });
+  return p;
 }
 
 }  // namespace
 
-Transfer::Transfer(RankGroup* ranks, const Weights& from, Weights& to, const Placement& source, const Placement& destination,
-                   const WantedTensors& changes, Arena& arena, int64_t bucket_bytes)
-    : ranks_(ranks), from_(from), to_(to), bucket_bytes_(bucket_bytes),
-      all_(make_route(from.config(), source, destination, [](const TensorSpec&) { return true; })),
-      changing_(make_route(from.config(), source, destination, changes)) {
+const char* sync_stage_name(SyncStage stage) {
+  switch (stage) {
+    case SyncStage::quiesce: return "quiesce";
+    case SyncStage::begin: return "begin";
+    case SyncStage::transfer: return "transfer";
+    case SyncStage::verify: return "verify";
+    case SyncStage::commit: return "commit";
+    case SyncStage::finalise: return "finalise";
+  }
+  return "?";
+}
+
+Transfer::Transfer(RankGroup* ranks, const Weights& from, Weights& to, const Placement& source, const Placement& destination, const WantedTensors& changes,
+                   Arena& arena, SyncOptions options, int64_t bucket_bytes)
+    : ranks_(ranks), from_(from), to_(to), options_(std::move(options)), announced_(make_manifest(from.config(), destination.numerics, kEvery)),
+      wanted_(make_manifest(to.config(), to.numerics(), kEvery)), all_(planned_route(from.config(), source, destination, kEvery, rank(), bucket_bytes)),
+      changing_(planned_route(from.config(), source, destination, changes, rank(), bucket_bytes)) {
   const auto rank = static_cast<size_t>(this->rank()), size = ranks == nullptr ? 1 : static_cast<size_t>(ranks->size());
   CHECK(source.shards.size() == size, "a placement of {} ranks for {}", source.shards.size(), size);
   CHECK(from.shard() == source.shards[rank] && from.numerics() == source.numerics, "the source is not this rank's shard");
   CHECK(to.shard() == destination.shards[rank] && to.numerics() == destination.numerics, "the destination is not this rank's shard");
+  CHECK(options_.full_every >= 1, "one full update in {}", options_.full_every);
   for (const TensorSpec& spec : to.table()) {
     landing_.push_back(!spec.held() ? TensorView()
                        : spec.has_panels() ? matrix_view(to.rows(spec.id))
                                            : matrix_view(arena.tensor(spec.weight_dtype(to.numerics()), spec.shape, "weights landing")));
+    const Shape scales = to.scales(spec.id).shape;
+    landing_scales_.push_back(scales.rank == 0 ? TensorView() : matrix_view(arena.tensor(DType::ue8m0, scales, "weights landing")));
   }
-  quantized_.resize(from.table().size());
-  for (const int id : all_.quantized) {
-    const TensorSpec& spec = from.table()[static_cast<size_t>(id)];
-    Quantized& q = quantized_[static_cast<size_t>(id)];
+  for (const TensorSpec& spec : from.table()) {
+    Quantized& q = quantized_.emplace_back();
+    if (!spec.held() || !spec.quant_format(to.numerics())) continue;
+    q.used = true;
+    q.changes = changes(spec);
     q.counts = std::none_of(source.shards.begin(), source.shards.begin() + static_cast<std::ptrdiff_t>(rank), [&](const Shard& before) {
-      return tensor_table(from.config(), before)[static_cast<size_t>(id)].box == spec.box;
+      return tensor_table(from.config(), before)[static_cast<size_t>(spec.id)].box == spec.box;
     });
     if (!quantizes()) continue;
     q.codes = arena.tensor(spec.weight_dtype(to.numerics()), spec.stored_shape(to.numerics()), "weights in codes");
     q.scales = arena.tensor(DType::ue8m0, spec.scale_shape(to.numerics()), "weights in codes");
   }
-  if (size > 1) {
-    outgoing_ = arena.tensor(DType::u8, {bucket_bytes}, "weights outgoing");
-    incoming_ = arena.tensor(DType::u8, {bucket_bytes}, "weights incoming");
+  outgoing_ = arena.tensor(DType::u8, {bucket_bytes}, "weights outgoing");
+  const int64_t largest = bucket_bytes + (options_.delta ? bitmaps_of(changing_) : 0);
+  if (size > 1) incoming_ = arena.tensor(DType::u8, {largest}, "weights incoming");
+  if (!options_.delta) return;
+  if (size > 1) delta_ = arena.tensor(DType::u8, {largest}, "weights outgoing");
+  for (const Copy& copy : changing_.plan.copies) {
+    const bool sends = !copy.local() && copy.from == this->rank();
+    last_sent_.push_back(sends ? arena.tensor(DType::u8, {changing_.plan.bytes(copy)}, "weights last sent") : TensorView());
   }
-  sent_.resize(source.shards.size());
-  received_.resize(source.shards.size());
-}
-
-// All ranks compute the same rounds.
-Transfer::Route Transfer::make_route(const ModelConfig& config, const Placement& source, const Placement& destination,
-                                     const WantedTensors& wanted) const {
-  Route route{.plan = make_plan(config, source, destination, wanted), .rounds = {}, .local = {}, .quantized = {}};
-  const SyncPlan& plan = route.plan;
-  const Status covered = check_plan(config, source, destination, wanted, plan);
-  CHECK(covered.is_ok(), "weight update: {}", covered.message());
-
-  for (const TensorSpec& spec : from_.table())
-    if (spec.held() && wanted(spec) && spec.quant_format(destination.numerics)) route.quantized.push_back(spec.id);
-  const int me = rank();
-  for (size_t i = 0; i < plan.copies.size(); ++i) {
-    const Copy& copy = plan.copies[i];
-    (copy.local() ? route.local_bytes : route.moved_bytes) += plan.bytes(copy);
-    if (copy.local() && copy.to == me) route.local.push_back(i);
-  }
-  cut_into_rounds(plan, bucket_bytes_, [&](int64_t at, size_t i, const Range& rows) {
-    const auto ranks = static_cast<size_t>(plan.ranks);
-    if (at == static_cast<int64_t>(route.rounds.size()))
-      route.rounds.push_back({.sends = {}, .receives = {}, .send_bytes = std::vector<int64_t>(ranks), .receive_bytes = std::vector<int64_t>(ranks)});
-    Round& round = route.rounds.back();
-    const Copy& copy = plan.copies[i];
-    const int64_t bytes = rows.size() * plan.row_bytes(copy);
-    if (copy.from == me) {
-      round.sends.push_back({i, rows});
-      round.send_bytes[static_cast<size_t>(copy.to)] += bytes;
-    }
-    if (copy.to == me) {
-      round.receives.push_back({i, rows});
-      round.receive_bytes[static_cast<size_t>(copy.from)] += bytes;
-    }
-  });
-  for (Round& round : route.rounds) {
-    // The exchange has a rank's rows by the other rank.
-    std::stable_sort(round.sends.begin(), round.sends.end(),
-                     [&](const Piece& a, const Piece& b) { return plan.copies[a.copy].to < plan.copies[b.copy].to; });
-    std::stable_sort(round.receives.begin(), round.receives.end(),
-                     [&](const Piece& a, const Piece& b) { return plan.copies[a.copy].from < plan.copies[b.copy].from; });
-  }
-  return route;
 }
 
 CommBytes Transfer::bytes() const { return plan_bytes(route().plan, rank()); }
-CommBytes Transfer::check_bytes() const { return exchange_counts_bytes(static_cast<int64_t>(std::tuple_size_v<Tally>), static_cast<int>(sent_.size())); }
+CommBytes Transfer::check_bytes() const { return plan_check_bytes(route().plan, rank()); }
+
+void Transfer::enter(SyncStage stage) {
+  if (options_.hooks.enter) refuse(stage, options_.hooks.enter(stage, -1));
+}
+
+void Transfer::refuse(SyncStage stage, const Status& why) {
+  if (!why && bad_) bad_ = errorf("{}: {}", sync_stage_name(stage), why.message());
+}
+
+// The error of the lowest rank that has one, on all.
+Status Transfer::vote(const char* purpose) {
+  if (ranks_ != nullptr && ranks_->size() > 1) return ranks_->agree(bad_, purpose);
+  return bad_ ? bad_ : errorf("rank 0: {}", bad_.message());
+}
+
+// Decides, the same on all ranks, which tensors travel and whether their changes are enough.
+Transfer::Choice Transfer::begin() {
+  enter(SyncStage::begin);
+  Manifest announced = announced_;
+  if (options_.hooks.announce) options_.hooks.announce(announced);
+  refuse(SyncStage::begin, check_manifest(announced, wanted_));
+
+  const State mine = {from_.version(), to_.version(), std::bit_cast<int64_t>(manifest_sum(announced)), committed_, knows_sent_, bad_.is_ok()};
+  std::vector<State> states(static_cast<size_t>(all_.plan.ranks), mine);
+  if (ranks_ != nullptr) ranks_->all_gather(std::span(states.front().data(), states.size() * mine.size()), std::span(mine), "weights begin");
+  Choice choice = {committed_ < 0 ? &all_ : &changing_, options_.delta && deltas_ + 1 < options_.full_every};
+  for (size_t r = 0; r < states.size(); ++r) {
+    const State& s = states[r];
+    const auto same = [&](size_t what) { return s[what] == states[0][what]; };
+    if (!same(kVersion)) refuse(SyncStage::begin, errorf("rank {} sends version {} while rank 0 sends version {}", r, s[kVersion], states[0][kVersion]));
+    if (!same(kManifest) && states[0][kFine] == 1 && s[kFine] == 1) refuse(SyncStage::begin, errorf("rank {} announces another manifest than rank 0", r));
+    if (!same(kCommitted) || s[kSampler] != s[kCommitted]) choice = {&all_, false};  // its sampler was loaded by others
+    choice.delta = choice.delta && s[kKnowsSent] == 1;
+  }
+  return choice;
+}
 
 void Transfer::quantize_masters(Context& c, const Route& route, const ReadMaster& master) {
   CHECK(master != nullptr, "an update from {} to {} without masters", numerics_name(from_.numerics()), numerics_name(to_.numerics()));
-  for (const int id : route.quantized) {
+  for (const TensorSpec& spec : from_.table()) {
+    if (!quantizes(route, spec.id)) continue;
     const ArenaScope scope(*c.workspace);
-    const TensorSpec& spec = from_.table()[static_cast<size_t>(id)];
-    Quantized& q = quantized_[static_cast<size_t>(id)];
-    q.stats = quantize_by_grid(c, q.codes, q.scales, spec.row_grid(to_.numerics()), spec.col_grid(to_.numerics()), master(id));
+    Quantized& q = quantized_[static_cast<size_t>(spec.id)];
+    q.stats = quantize_by_grid(c, q.codes, q.scales, spec.row_grid(to_.numerics()), spec.col_grid(to_.numerics()), master(spec.id));
   }
 }
 
-QuantStats Transfer::count(const Route& route) const {
+// Codes saturate, and would not say so. Returns what was counted, of the parts that this rank counts.
+QuantStats Transfer::check_quantized(const Route& route) {
   QuantStats sum;
-  for (const int id : route.quantized)
-    if (const Quantized& q = quantized_[static_cast<size_t>(id)]; q.counts) sum += q.stats;
+  for (const TensorSpec& spec : from_.table()) {
+    if (!quantizes(route, spec.id)) continue;
+    const Quantized& q = quantized_[static_cast<size_t>(spec.id)];
+    const QuantStats& stats = quantizes() ? q.stats : from_.quant_stats(spec.id);
+    if (stats.nonfinite > 0 || stats.saturated > 0)
+      refuse(SyncStage::transfer, errorf("{} has {} numbers that are not finite and {} that overflow", spec.name, stats.nonfinite, stats.saturated));
+    if (q.counts) sum += stats;
+  }
   return sum;
 }
 
-TensorView Transfer::landing(const Copy& copy, const Range& rows) const {
-  const TensorSpec& spec = to_.table()[static_cast<size_t>(copy.tensor)];
-  if (!copy.scales) return part(landing_[static_cast<size_t>(copy.tensor)], spec.box, rows, copy.box.columns);
-  return part(matrix_view(to_.scales(copy.tensor)), blocks_of(spec, to_.numerics(), spec.box), rows, copy.box.columns);
+TensorView Transfer::rows_at(const Route& route, const Piece& piece, void* at) const {
+  const Copy& copy = route.plan.copies[piece.copy];
+  const DType dtype = route.plan.dtype(copy);
+  return TensorView(at, dtype, {piece.rows.size(), dtype == DType::e2m1x2 ? num_blocks(copy.box.columns.size(), 2) : copy.box.columns.size()});
 }
 
-void Transfer::read(Context& c, const Copy& copy, const Range& rows, TensorView out) {
+TensorView Transfer::landing(const Route& route, const Piece& piece) const {
+  const Copy& copy = route.plan.copies[piece.copy];
+  const TensorSpec& spec = to_.table()[static_cast<size_t>(copy.tensor)];
+  if (!copy.scales) return part(landing_[static_cast<size_t>(copy.tensor)], spec.box, piece.rows, copy.box.columns);
+  return part(landing_scales_[static_cast<size_t>(copy.tensor)], blocks_of(spec, to_.numerics(), spec.box), piece.rows, copy.box.columns);
+}
+
+// Rows as they travel.
+void Transfer::pack(Context& c, const Route& route, const Piece& piece, TensorView out) const {
+  const Copy& copy = route.plan.copies[piece.copy];
   const TensorSpec& spec = from_.table()[static_cast<size_t>(copy.tensor)];
   const Quantized& q = quantized_[static_cast<size_t>(copy.tensor)];
   const WeightView& own = from_.view(copy.tensor);
   const ConstTensorView held = matrix_view(q.codes.empty() ? (copy.scales ? own.scales : own.rows) : ConstTensorView(copy.scales ? q.scales : q.codes));
-  store(c, out, part(held, copy.scales ? blocks_of(spec, to_.numerics(), spec.box) : spec.box, rows, copy.box.columns));
-  if (bad_.is_ok() && !finite(out)) {
+  store(c, out, part(held, copy.scales ? blocks_of(spec, to_.numerics(), spec.box) : spec.box, piece.rows, copy.box.columns));
+}
+
+// Packs what leaves or is kept, looks at it and sums it up.
+TensorView Transfer::leave(Context& c, const Route& route, const Piece& piece, void* at) {
+  const Copy& copy = route.plan.copies[piece.copy];
+  const TensorSpec& spec = from_.table()[static_cast<size_t>(copy.tensor)];
+  const TensorView rows = rows_at(route, piece, at);
+  pack(c, route, piece, rows);
+  if (options_.hooks.pack) options_.hooks.pack(spec, rows);
+  if (bad_ && !finite(rows)) {
     int64_t row = 0;
-    while (finite(out.slice(row, 1))) ++row;
-    bad_ = errorf("{} has a number that is not finite in row {} of its {}", spec.name, rows.begin + row, copy.scales ? "scales" : spec.whole.str());
+    while (finite(rows.slice(row, 1))) ++row;
+    refuse(SyncStage::transfer, errorf("{} has a number that is not finite in row {} of its {}", spec.name, piece.rows.begin + row, copy.scales ? "scales" : spec.whole.str()));
   }
+  add_to_sum(sent_sums_[piece.copy], rows.data, rows.bytes());
+  return rows;
 }
 
-void Transfer::run_round(Context& c, const Route& route, const Round& round) {
-  const auto view = [&](const Copy& copy, const Piece& piece, char* at) {
-    const DType dtype = route.plan.dtype(copy);
-    return TensorView(at, dtype, {piece.rows.size(), dtype == DType::e2m1x2 ? num_blocks(copy.box.columns.size(), 2) : copy.box.columns.size()});
-  };
-  char *out = static_cast<char*>(outgoing_.data), *const first_out = out;
-  for (const Piece& piece : round.sends) {
-    const Copy& copy = route.plan.copies[piece.copy];
-    const TensorView packed = view(copy, piece, out);
-    read(c, copy, piece.rows, packed);
-    out += packed.bytes();
-  }
-  char* in = static_cast<char*>(incoming_.data);
-  int64_t num_in = 0;
-  for (size_t r = 0, at = 0; r < sent_.size(); ++r) {
-    add_to_hash(sent_[r][kHash], first_out + at, round.send_bytes[r]);
-    sent_[r][kBytes] += round.send_bytes[r];
-    at += static_cast<size_t>(round.send_bytes[r]);
-    num_in += round.receive_bytes[r];
-  }
-  ranks_->all_to_all(c, incoming_.slice(0, num_in), round.receive_bytes, outgoing_.slice(0, out - first_out), round.send_bytes, "weights");
-  for (size_t r = 0, at = 0; r < received_.size(); ++r) {
-    add_to_hash(received_[r][kHash], in + at, round.receive_bytes[r]);
-    received_[r][kBytes] += round.receive_bytes[r];
-    at += static_cast<size_t>(round.receive_bytes[r]);
-  }
-  for (const Piece& piece : round.receives) {
-    const Copy& copy = route.plan.copies[piece.copy];
-    const TensorView packed = view(copy, piece, in);
-    store(c, landing(copy, piece.rows), packed);
-    in += packed.bytes();
-  }
+bool Transfer::loses(const Route& route, const Piece& piece) const {
+  return options_.hooks.lose && options_.hooks.lose(to_.table()[static_cast<size_t>(route.plan.copies[piece.copy].tensor)]);
 }
 
-Status Transfer::verify() {
-  if (ranks_ == nullptr) return bad_;
-  constexpr size_t kWidth = std::tuple_size_v<Tally>;
-  std::vector<Tally> told(sent_.size());
-  ranks_->exchange_counts(std::span(told.front().data(), told.size() * kWidth), std::span(sent_.front().data(), sent_.size() * kWidth), "weights check");
-  LOCKSTEP_RETURN_IF_ERROR(bad_);
-  for (size_t r = 0; r < told.size(); ++r) {
-    if (static_cast<int>(r) == rank()) continue;
-    if (told[r][kVersion] != received_[r][kVersion])
-      return errorf("rank {} sends version {} while this one has version {}", r, told[r][kVersion], received_[r][kVersion]);
-    if (told[r][kBytes] != received_[r][kBytes]) return errorf("rank {} sent {} bytes, {} arrived", r, told[r][kBytes], received_[r][kBytes]);
-    if (told[r][kHash] != received_[r][kHash]) {
-      return errorf("what came from rank {} is damaged: XXH64 {:016x} was sent, {:016x} arrived", r, std::bit_cast<uint64_t>(told[r][kHash]),
-                    std::bit_cast<uint64_t>(received_[r][kHash]));
-    }
-  }
-  return Status::ok();
-}
-
-Result<SyncReceipt> Transfer::update(Context& c, const ReadMaster& master) {
-  const auto start = std::chrono::steady_clock::now();
-  const Route& route = this->route();
-  const int64_t version = from_.version();
-  for (Tally& t : sent_) t = {0, version, 0};
-  for (Tally& t : received_) t = {0, version, 0};
-  int64_t local_hash = 0;
-  bad_ = Status::ok();
-
-  if (quantizes()) quantize_masters(c, route, master);
-  for (const int id : route.quantized) {  // codes saturate, and would not say so
-    Quantized& q = quantized_[static_cast<size_t>(id)];
-    if (!quantizes()) q.stats = from_.quant_stats(id);
-    if (q.stats.nonfinite == 0 && q.stats.saturated == 0) continue;
-    bad_ = errorf("{} has {} numbers that are not finite and {} that overflow", from_.table()[static_cast<size_t>(id)].name, q.stats.nonfinite, q.stats.saturated);
-    break;
-  }
-  for (const size_t i : route.local) {
-    const Copy& copy = route.plan.copies[i];
-    const TensorView to = landing(copy, copy.box.rows);
-    read(c, copy, copy.box.rows, to);
-    for_runs(to, [&](const char* at, int64_t bytes) { add_to_hash(local_hash, at, bytes); });
-  }
-  for (const Round& round : route.rounds) run_round(c, route, round);
-  const Status verified = verify();
-  if (const Status agreed = ranks_ == nullptr ? verified : ranks_->agree(verified, "weights agreed"); !agreed)
-    return errorf("the update to version {} was refused: {}; the sampler stays at version {}", version, agreed.message(), to_.version());
-
-  for (const TensorSpec& spec : to_.table()) {
-    const TensorView& landed = landing_[static_cast<size_t>(spec.id)];
-    if (spec.held() && !spec.has_panels()) store(c, matrix_view(to_.rows(spec.id)), landed);
-  }
-  to_.commit(c, version);
-  complete_ = true;
-
-  std::vector<int64_t> hashes(received_.size());
-  int64_t mine = local_hash;
-  for (const Tally& t : received_) add_to_hash(mine, &t[kHash], sizeof(t[kHash]));
-  QuantStats counts = count(route);
-  if (ranks_ == nullptr) {
-    hashes.front() = mine;
+void Transfer::keep(Context& c, const Route& route, const Piece& piece, int64_t bucket) {
+  const TensorView rows = leave(c, route, piece, outgoing_.data), to = landing(route, piece);
+  if (options_.hooks.arrive) options_.hooks.arrive(bucket, as_bytes(rows));
+  if (loses(route, piece)) return;
+  landed_rows_[piece.copy] += piece.rows.size();
+  if (is_delta_) {
+    changed_ += overwrite_changed(byte_rows(rows), byte_rows(to));
   } else {
-    ranks_->all_gather(std::span(hashes), std::span<const int64_t>(&mine, 1), "weights agreed");
-    if (is_quantized(to_.numerics())) {
-      int64_t sums[] = {counts.elements, counts.saturated, counts.underflowed};
-      ranks_->all_reduce(std::span(sums), Reduction::sum, "weights agreed");
-      counts = {.elements = sums[0], .saturated = sums[1], .underflowed = sums[2]};
-    }
+    store(c, to, rows);
   }
-  return SyncReceipt{.version = version,
-                     .copies = static_cast<int64_t>(route.plan.copies.size()),
-                     .rounds = static_cast<int64_t>(route.rounds.size()),
-                     .moved_bytes = route.moved_bytes,
-                     .local_bytes = route.local_bytes,
-                     .quantized = counts,
-                     .seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
-                     .checksum = XXH64(hashes.data(), hashes.size() * sizeof(int64_t), 0)};
+}
+
+void Transfer::exchange(Context& c, const Route& route, int64_t index) {
+  const Route::Bucket& bucket = route.buckets[static_cast<size_t>(index)];
+  std::vector<int64_t> send_bytes = bucket.send_bytes, receive_bytes = bucket.receive_bytes;
+  const TensorView out = is_delta_ ? delta_ : outgoing_;
+  char* at = static_cast<char*>(out.data);
+  if (is_delta_) std::fill(send_bytes.begin(), send_bytes.end(), 0);
+  for (const Piece& piece : bucket.sends) {
+    const TensorView rows = leave(c, route, piece, is_delta_ ? outgoing_.data : at);
+    auto bytes = static_cast<int64_t>(rows.bytes());
+    if (is_delta_) {
+      const TensorView before = rows_at(route, piece, last_sent(route, piece));
+      bytes = make_delta(at, byte_rows(rows), byte_rows(before));
+      changed_ += bytes - delta_bitmap_bytes(rows.rows(), byte_rows(rows).row_bytes);
+      send_bytes[static_cast<size_t>(route.plan.copies[piece.copy].to)] += bytes;
+    }
+    at += bytes;
+  }
+  const int64_t sent = at - static_cast<char*>(out.data);
+  moved_ += sent;
+  if (is_delta_) ranks_->exchange_counts(std::span(receive_bytes), std::span<const int64_t>(send_bytes), "weights sizes");
+  int64_t received = 0;
+  for (const int64_t bytes : receive_bytes) received += bytes;
+  CHECK(received <= incoming_.rows(), "bucket {}: {} bytes come, there is room for {}", index, received, incoming_.rows());
+  const TensorView in = incoming_.slice(0, received);
+  ranks_->all_to_all(c, in, receive_bytes, out.slice(0, sent), send_bytes, "weights");
+  if (options_.hooks.arrive && received > 0) options_.hooks.arrive(index, in);
+
+  std::span<const char> came(static_cast<const char*>(in.data), static_cast<size_t>(received));
+  size_t piece = 0;
+  for (int from = 0; from < route.plan.ranks; ++from) {
+    std::span<const char> bytes = came.first(static_cast<size_t>(receive_bytes[static_cast<size_t>(from)]));
+    came = came.subspan(bytes.size());
+    bool readable = true;
+    for (; piece < bucket.receives.size() && route.plan.copies[bucket.receives[piece].copy].from == from; ++piece)
+      readable = readable && land(c, route, bucket.receives[piece], &bytes);
+    if (readable && !bytes.empty()) refuse(SyncStage::transfer, errorf("bucket {}: {} bytes more than wanted came from rank {}", index, bytes.size(), from));
+  }
+}
+
+// Writes the rows of a piece, with which `bytes` begins, and takes them off. False: what follows cannot be read any more.
+bool Transfer::land(Context& c, const Route& route, const Piece& piece, std::span<const char>* bytes) {
+  const bool lost = loses(route, piece);
+  const TensorView to = lost ? rows_at(route, piece, outgoing_.data) : landing(route, piece);
+  if (!lost) landed_rows_[piece.copy] += piece.rows.size();
+  auto length = static_cast<int64_t>(to.bytes());
+  if (is_delta_) {
+    const Result<int64_t> applied = apply_delta(byte_rows(to), *bytes);
+    if (!applied) {
+      const Copy& copy = route.plan.copies[piece.copy];
+      refuse(SyncStage::transfer, errorf("{} from rank {} is damaged: {}", name_of(copy), copy.from, applied.message()));
+      return false;
+    }
+    length = applied.value();
+  } else {
+    store(c, to, rows_at(route, piece, const_cast<char*>(bytes->data())));
+  }
+  *bytes = bytes->subspan(static_cast<size_t>(length));
+  return true;
+}
+
+// Reads back what landed. Sums are told by the ranks that sent.
+void Transfer::verify(Context& c, const Route& route) {
+  enter(SyncStage::verify);
+  const SyncPlan& plan = route.plan;
+  for (const Route::Bucket& bucket : route.buckets)
+    for (const auto* pieces : {&bucket.local, &bucket.receives})
+      for (const Piece& piece : *pieces) {
+        const TensorView rows = rows_at(route, piece, outgoing_.data);
+        store(c, rows, landing(route, piece));
+        add_to_sum(landed_sums_[piece.copy], rows.data, rows.bytes());
+      }
+  std::vector<int64_t> wanted = sent_sums_;  // by copy
+  if (ranks_ != nullptr) {
+    const PairedCopies sends = paired(plan, rank(), &Copy::from, &Copy::to), receives = paired(plan, rank(), &Copy::to, &Copy::from);
+    std::vector<int64_t> told, heard(receives.copies.size());
+    for (const size_t i : sends.copies) told.push_back(sent_sums_[i]);
+    const auto view = [](std::vector<int64_t>& sums) { return TensorView(sums.data(), DType::u8, {static_cast<int64_t>(sums.size()), kSumBytes}); };
+    ranks_->all_to_all(c, view(heard), receives.counts, view(told), sends.counts, "weights check");
+    for (size_t i = 0; i < heard.size(); ++i) wanted[receives.copies[i]] = heard[i];
+  }
+  for (size_t i = 0; i < plan.copies.size(); ++i) {
+    const Copy& copy = plan.copies[i];
+    if (copy.to != rank()) continue;
+    if (landed_rows_[i] != copy.box.rows.size())
+      refuse(SyncStage::verify, errorf("{} from rank {}: {} of its {} rows are missing", name_of(copy), copy.from, copy.box.rows.size() - landed_rows_[i], copy.box.rows.size()));
+    if (landed_sums_[i] != wanted[i])
+      refuse(SyncStage::verify, errorf("{} from rank {} is damaged: XXH64 {:016x} was sent, {:016x} landed", name_of(copy), copy.from, std::bit_cast<uint64_t>(wanted[i]),
+                                       std::bit_cast<uint64_t>(landed_sums_[i])));
+  }
+}
+
+std::string Transfer::name_of(const Copy& copy) const {
+  return fmt::format("{} ({}{})", to_.table()[static_cast<size_t>(copy.tensor)].name, copy.scales ? "scales, " : "", box_str(copy.box));
+}
+
+// Rows and copies as the sampler reads them.
+void Transfer::restore(Context& c) {
+  for (const TensorSpec& spec : to_.table()) {
+    if (!spec.held()) continue;
+    const auto id = static_cast<size_t>(spec.id);
+    if (spec.has_panels()) {
+      to_.restore_rows(c, spec.id);
+    } else {
+      store(c, landing_[id], matrix_view(to_.rows(spec.id)));
+    }
+    if (!landing_scales_[id].empty()) store(c, landing_scales_[id], matrix_view(to_.scales(spec.id)));
+  }
+}
+
+void Transfer::finalise(Context& c) {
+  if (options_.hooks.enter) {
+    const Status left = options_.hooks.enter(SyncStage::finalise, -1);
+    CHECK(left.is_ok(), "the update to version {} was agreed upon: {}", from_.version(), left.message());
+  }
+  for (const TensorSpec& spec : to_.table()) {
+    if (!spec.held()) continue;
+    const auto id = static_cast<size_t>(spec.id);
+    if (!spec.has_panels()) store(c, matrix_view(to_.rows(spec.id)), landing_[id]);
+    if (!landing_scales_[id].empty()) store(c, matrix_view(to_.scales(spec.id)), landing_scales_[id]);
+  }
+  to_.commit(c, from_.version());
+  committed_ = from_.version();
+}
+
+// What deltas will be made against.
+void Transfer::remember_sent(Context& c) {
+  for (size_t i = 0; i < last_sent_.size(); ++i)
+    if (const Piece whole = {i, changing_.plan.copies[i].box.rows}; !last_sent_[i].empty()) pack(c, changing_, whole, rows_at(changing_, whole, last_sent_[i].data));
+  knows_sent_ = options_.delta;
+}
+
+char* Transfer::last_sent(const Route& route, const Piece& piece) const {
+  const Copy& copy = route.plan.copies[piece.copy];
+  return static_cast<char*>(last_sent_[piece.copy].data) + (piece.rows.begin - copy.box.rows.begin) * route.plan.row_bytes(copy);
+}
+
+Result<SyncReceipt> Transfer::update(Context& c, const ReadMaster& master, const Status& quiet) {
+  const auto start = std::chrono::steady_clock::now();
+  bad_ = Status::ok();
+  refuse(SyncStage::quiesce, quiet);
+  enter(SyncStage::quiesce);
+  const auto [route, delta] = begin();
+  const auto refused = [&](const Status& why) {
+    knows_sent_ = false;
+    return errorf("the update to version {} was refused: {}; the sampler stays at version {}", from_.version(), why.message(), to_.version());
+  };
+  if (const Status all = vote("weights begin"); !all) return refused(all);
+
+  is_delta_ = delta;
+  moved_ = changed_ = 0;
+  const size_t copies = route->plan.copies.size();
+  sent_sums_.assign(copies, 0);
+  landed_sums_.assign(copies, 0);
+  landed_rows_.assign(copies, 0);
+  if (quantizes()) quantize_masters(c, *route, master);
+  QuantStats counts = check_quantized(*route);
+  for (int64_t i = 0; i < static_cast<int64_t>(route->buckets.size()); ++i) {
+    const Route::Bucket& bucket = route->buckets[static_cast<size_t>(i)];
+    if (options_.hooks.enter) {
+      const auto& some = !bucket.local.empty() ? bucket.local : !bucket.sends.empty() ? bucket.sends : bucket.receives;
+      const std::string where = some.empty() ? "" : ", from " + name_of(route->plan.copies[some.front().copy]) + " on";
+      if (const Status s = options_.hooks.enter(SyncStage::transfer, i); !s) refuse(SyncStage::transfer, errorf("bucket {}{}: {}", i, where, s.message()));
+    }
+    for (const Piece& piece : bucket.local) keep(c, *route, piece, i);
+    if (i < route->exchanges) exchange(c, *route, i);
+  }
+  verify(c, *route);
+  enter(SyncStage::commit);
+  if (const Status all = vote("weights agreed"); !all) {
+    restore(c);
+    return refused(all);
+  }
+  finalise(c);
+  deltas_ = delta ? deltas_ + 1 : 0;
+  if (!delta) remember_sent(c);
+
+  // What all ranks tell of it.
+  SyncReceipt receipt;
+  receipt.version = committed_;
+  receipt.delta = delta;
+  receipt.copies = static_cast<int64_t>(copies);
+  receipt.rounds = route->exchanges;
+  receipt.moved_bytes = receipt.full_bytes = route->moved_bytes;
+  receipt.local_bytes = route->local_bytes;
+  receipt.changed_bytes = route->moved_bytes + route->local_bytes;
+  int64_t sum = 0;
+  for (size_t i = 0; i < copies; ++i)
+    if (route->plan.copies[i].to == rank()) add_to_sum(sum, &landed_sums_[i], sizeof(sum));
+  std::vector<int64_t> sums(static_cast<size_t>(route->plan.ranks), sum);
+  int64_t totals[kTotals] = {counts.elements, counts.saturated, counts.underflowed, moved_, changed_};
+  if (ranks_ != nullptr) {
+    ranks_->all_gather(std::span(sums), std::span<const int64_t>(&sum, 1), "weights agreed");
+    if (is_quantized(to_.numerics()) || delta) ranks_->all_reduce(std::span(totals), Reduction::sum, "weights agreed");
+  }
+  receipt.checksum = XXH64(sums.data(), sums.size() * sizeof(int64_t), 0);
+  receipt.quantized = {.elements = totals[0], .saturated = totals[1], .underflowed = totals[2]};
+  if (delta) receipt.moved_bytes = totals[3], receipt.changed_bytes = totals[4];
+  receipt.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return receipt;
 }
 
 }  // namespace lockstep

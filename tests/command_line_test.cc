@@ -101,6 +101,29 @@ TEST_F(CommandLine, ServeAnswersUntilSigterm) {
          0, "code 0\nserving tiny at http://127.0.0.1:");
 }
 
+TEST_F(CommandLine, GatesAndWeightsOfARun) {
+  prepare();
+  expect(lockstep("train run.toml --set model.init=random"), 0, "largest gap 0");
+  const Outcome gates = lockstep("gates --checkpoint run --tokens 500 --numerics fp8 --set run.threads=1 --out gates.json");
+  expect(gates, 0, "gates: pass");
+  expect(gates, 0, "scaled down");
+  expect(gates, 0, "G6   fp8          0 tokens         0 different  n/a");
+  EXPECT_NE(text_of("gates.json").find("\"failed\":0,"), std::string::npos);
+  expect(lockstep("gates --config x --checkpoint run"), 2, "--config or --checkpoint, not both");
+  expect(lockstep("gates --config missing.json --tokens 500"), 2, "missing.json");
+
+  for (const char* numerics : {"", "--numerics f32", "--numerics bf16", "--numerics fp8", "--numerics fp4"})
+    expect(lockstep(fmt::format("check-weights run {}", numerics)), 0, "equal the trainer's export bit for bit");
+  expect(lockstep("check-weights data"), 2, "neither a run");
+  expect(lockstep("check-weights run --server http://127.0.0.1:1"), 2, "/weights_checksums");
+  // A server of another checkpoint.
+  expect(lockstep("train run.toml --set model.init=random --set run.dir=other --set run.seed=5"), 0, "largest gap 0");
+  expect(lockstep("serve --model run --port 0 > serve.log & pid=$!; for i in $(seq 300); do grep -q serving serve.log && break; sleep 0.1; done; "
+                  "url=$(sed 's/.* at //' serve.log); " LOCKSTEP_PROGRAM " check-weights run --server $url; " LOCKSTEP_PROGRAM
+                  " check-weights other --server $url; code=$?; kill $pid; wait $pid; exit $code"),
+         1, "first embed.weight row 0, column 0");
+}
+
 TEST_F(CommandLine, AFullDiskFailsTheWorkAndResumes) {
   prepare();
   // A limit on the size of files stands for the full disk: the checkpoint does not fit.

@@ -4,8 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+#include <string>
+
+#include "model/testing.h"
 #include "ops/cast/cast.h"
 #include "ops/matmul/matmul.h"
+#include "rl/gates.h"
 #include "tests/parity_cases.h"
 
 // lockstep::matmul(Context&, TensorView, ConstTensorView, const WeightView&, int64_t), in its mangled name, before and after wrapping.
@@ -75,6 +80,29 @@ TEST(ParityControl, SplittingKForFewRowsIsFound) {
     EXPECT_EQ(clean, 0) << numerics_name(numerics);
     EXPECT_GT(different, 0) << numerics_name(numerics);
   }
+}
+
+// `lockstep gates` must fail where the parity cases do, and say where the difference was born.
+TEST(ParityControl, GatesFail) {
+  GatesOptions o;
+  o.model.init = "random";
+  o.model.shape = testing::tiny_config();
+  o.numerics = {Numerics::f32};
+  o.model.shape->max_positions = 600;
+  o.tokens = 2100;  // enough for two long responses, which go on alone when the others have ended
+  o.threads = 1;
+  planted = true;
+  std::map<std::string, Verdict> worst;
+  const Result<std::vector<GateResult>> results = run_gates(o, Hooks(), nullptr, [&](const GateResult& r) {
+    if (r.gate == "G1") {
+      EXPECT_NE(r.note.find("the forward first differs at layer"), std::string::npos) << r.note;
+    }
+    Verdict& v = worst.try_emplace(r.gate, r.verdict).first->second;
+    if (r.verdict == Verdict::fail) v = Verdict::fail;
+  });
+  planted = false;
+  ASSERT_TRUE(results.is_ok()) << results.message();
+  for (const char* gate : {"G1", "G2", "G3", "G9", "G10"}) EXPECT_EQ(worst.at(gate), Verdict::fail) << gate;
 }
 
 }  // namespace

@@ -33,6 +33,8 @@ struct Case {
   Numerics numerics = Numerics::bf16;
   bool apart = false;  // the sampler has ranks of its own
   ReplayKind replay = ReplayKind::none;
+  std::optional<Numerics> quantised = {};  // the sampler's, if not the trainer's
+  Numerics sampler() const { return quantised.value_or(numerics); }
   int ranks() const { return train.ranks() + (apart ? rollout.ranks() : 0); }
 };
 const std::vector<Case> kCases = {
@@ -50,9 +52,15 @@ const std::vector<Case> kCases = {
     {{.pp = 2, .ep = 2, .dp = 4}, {.ep = 2, .dp = 8}, {2, 3}},
     {{.pp = 4, .ep = 2, .dp = 2}, {.tp = 2, .ep = 2, .dp = 4}, {0, 2, 3, 0}, true, Numerics::f32},
     {{.ep = 4, .dp = 8}, {.dp = 8}, {5}, false, Numerics::f32},
+    // Updates quantise masters, which ranks gather.
+    {{.ep = 2, .dp = 2}, {.dp = 2}, {5}, false, Numerics::bf16, false, ReplayKind::none, Numerics::fp8},
+    {{.ep = 2, .dp = 4}, {.tp = 2, .dp = 2}, {5}, false, Numerics::bf16, false, ReplayKind::none, Numerics::fp8},
+    {{.tp = 2, .pp = 2, .dp = 2}, {.ep = 2, .dp = 8}, {2, 3}, false, Numerics::f32, false, ReplayKind::none, Numerics::fp4},
+    // Samplers on ranks of their own.
     {{.dp = 1}, {.dp = 1}, {5}, false, Numerics::bf16, true, ReplayKind::routing_index},
     {{.pp = 2, .dp = 1}, {.tp = 2, .dp = 1}, {3, 2}, true, Numerics::bf16, false, ReplayKind::routing},
     {{.pp = 2, .dp = 1}, {.tp = 2, .dp = 1}, {2, 3}, false, Numerics::bf16, true},
+    {{.dp = 2}, {.ep = 2, .dp = 2}, {5}, false, Numerics::bf16, true, ReplayKind::routing_index, Numerics::fp8},
     {{.dp = 1}, {.dp = 3}, {5}, true, Numerics::bf16, true},
     {{.pp = 2, .ep = 2, .dp = 2}, {.ep = 4, .dp = 4}, {3, 2}, false, Numerics::bf16, true},
 };
@@ -79,7 +87,7 @@ struct WholeRun {
   explicit WholeRun(const Case& c)
       : layouts{.train = c.train, .rollout = c.rollout, .stages = split_layers(c.layers, c.train.pp, config.num_layers()).value(),
                 .rollout_stages = {{0, config.num_layers()}}, .apart = c.apart},
-        groups(groups_of(layouts, config, c.numerics)), apart(groups.trainer != groups.sampler),
+        groups(groups_of(layouts, config, c.numerics, c.sampler())), apart(groups.trainer != groups.sampler),
         trainer(config, c.numerics, groups.trainer_shard(), arena), trainer_bytes(static_cast<int64_t>(arena.used_bytes())),
         rope(make_rope_tables(config, config.max_positions, arena)), options{.max_tokens_per_microbatch = kMicroBatchTokens, .recompute = c.recompute, .replay = c.replay} {
     if (groups.train) actor.emplace(context, trainer, rope, optimizer, options, &*groups.train).initialize(kSeed);
@@ -88,15 +96,18 @@ struct WholeRun {
     model.rope = rope;
     if (apart) {
       const size_t before = arena.used_bytes();
-      sampler.emplace(config, c.numerics, groups.sampler_shard(), arena);
+      sampler.emplace(config, c.sampler(), groups.sampler_shard(), arena);
       model.weights = &*sampler;
-      transfer.emplace(&world->all(), trainer, *sampler, groups.trainer, groups.sampler, changes(), arena, kBucketBytes);
+      transfer.emplace(&world->all(), trainer, *sampler, groups.trainer, groups.sampler, changes(), arena, SyncOptions(), kBucketBytes);
       sampler_bytes = static_cast<int64_t>(arena.used_bytes() - before);
-      CHECK(transfer->update(context).is_ok(), "the first update");
+      CHECK(transfer->update(context, master()).is_ok(), "the first update");
     }
     if (groups.rollout && groups.rollout->tp.size() > 1) model.tp = &groups.rollout->tp;
     if (groups.rollout && groups.rollout->ep.size() > 1) model.ep = &groups.rollout->ep;
     model.exchange_rows = kEngineExchangeRows;
+  }
+  ReadMaster master() const {
+    return [this](int id) { return actor->master(id); };
   }
   // As Policy::sync.
   void follow_trainers() {
@@ -109,11 +120,11 @@ struct WholeRun {
     return [this](const TensorSpec& t) { return is_trained(t, optimizer); };
   }
   // Groups once for each pair of layouts: making them is a collective with a name of its own.
-  static RunGroups& groups_of(const Layouts& layouts, const ModelConfig& config, Numerics numerics) {
+  static RunGroups& groups_of(const Layouts& layouts, const ModelConfig& config, Numerics numerics, Numerics sampler) {
     static std::map<std::string, RunGroups> all;
-    const std::string name = fmt::format("{} {} {}", layouts.train.str(), layouts.rollout.str(), layouts.apart);
+    const std::string name = fmt::format("{} {} {} {}", layouts.train.str(), layouts.rollout.str(), layouts.apart, numerics_name(sampler));
     const auto it = all.find(name);
-    return it != all.end() ? it->second : all.emplace(name, make_run_groups(*world, layouts, config, numerics, numerics)).first->second;
+    return it != all.end() ? it->second : all.emplace(name, make_run_groups(*world, layouts, config, numerics, sampler)).first->second;
   }
 
   static constexpr int64_t kBucketBytes = 4096;
@@ -269,6 +280,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   }
   std::vector<TokenLogprobs> seen;
   const auto equal = [&] {
+    if (c.quantised) return Status::ok();  // this pair is not exact
     for (size_t i = 0; i < samples.size(); ++i)
       if (samples[i].mask[0] != 0 && seen[i].logprob != samples[i].rollout_logprob) return errorf("sample {}", i);
     return Status::ok();
@@ -279,9 +291,10 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   }
   run.follow_trainers();
   if (run.apart) {
-    const Result<SyncReceipt> receipt = run.transfer->update(run.context);
+    const Result<SyncReceipt> receipt = run.transfer->update(run.context, run.master());
     ASSERT_TRUE(receipt.is_ok()) << receipt.message();
     EXPECT_EQ(receipt.value().rounds > 1, receipt.value().moved_bytes > 0);
+    EXPECT_EQ(world->traffic().contains("masters"), c.quantised && run.groups.train && run.groups.train->dp.size() > 1);
   }
   const TrafficByName counted = world->traffic();
 
@@ -313,7 +326,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   }
 
   TrafficByName predicted;
-  if (engine) add_traffic(predicted, rollout_traffic(m, c.numerics, c.rollout, kEngineExchangeRows, engines, run.groups.rollout->rank));
+  if (engine) add_traffic(predicted, rollout_traffic(m, c.sampler(), c.rollout, kEngineExchangeRows, engines, run.groups.rollout->rank));
   if (c.apart) {
     int64_t tokens = 0, words = 0;
     for (const EngineCalls& e : engines) tokens += e.tokens, words += e.choice_words;
@@ -327,7 +340,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   EXPECT_GT(calls.micro_batches.front().size(), 1u);
   const TrainerShape shape{m, c.numerics, c.train, run.layouts.stages, run.optimizer, Model().exchange_rows};
   if (run.actor) add_traffic(predicted, train_step_traffic(shape, calls, world->rank()));
-  if (run.apart) add_traffic(predicted, sync_traffic(m, run.groups.trainer, run.groups.sampler, run.changes(), WholeRun::kBucketBytes, world->rank()));
+  if (run.apart) add_traffic(predicted, sync_traffic(shape, run.groups.sampler, run.changes(), WholeRun::kBucketBytes, world->rank()));
 
   for (const auto& [name, t] : counted) {
     const auto it = predicted.find(name);
@@ -360,12 +373,12 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
     const auto owned = std::find_if(memory.begin(), memory.end(), [](const OwnerBytes& o) { return o.owner == "masters and moments"; });
     EXPECT_EQ(owned->bytes, static_cast<int64_t>(run.actor->owned_bytes()));
   }
-  if (engine) EXPECT_EQ(engine_state_bytes(m, c.numerics, engine_options), static_cast<int64_t>(state.high_bytes()));
+  if (engine) EXPECT_EQ(engine_state_bytes(m, c.sampler(), engine_options), static_cast<int64_t>(state.high_bytes()));
   const WeightBytes trainer = weights_arena_bytes(run.trainer.table(), c.numerics);
   EXPECT_EQ(trainer.rows + trainer.panels, run.trainer_bytes);
   if (run.apart) {
-    const WeightBytes sampler = weights_arena_bytes(run.sampler->table(), c.numerics);
-    EXPECT_EQ(sampler.rows + sampler.panels + transfer_bytes(run.sampler->table(), c.numerics, WholeRun::kBucketBytes), run.sampler_bytes);
+    const WeightBytes sampler = weights_arena_bytes(run.sampler->table(), c.sampler());
+    EXPECT_EQ(sampler.rows + sampler.panels + transfer_bytes({run.trainer.table(), c.numerics}, {run.sampler->table(), c.sampler()}, world->size(), WholeRun::kBucketBytes), run.sampler_bytes);
   }
   for (const auto& [name, t] : predicted) EXPECT_TRUE(counted.contains(name)) << name << " did not happen; " << t.calls << " calls were predicted";
   if (!run.actor) return;
@@ -386,7 +399,8 @@ std::vector<Case> cases_of_this_world() {
 
 INSTANTIATE_TEST_SUITE_P(Layouts, TrafficOf, ::testing::ValuesIn(cases_of_this_world()), [](const auto& info) {
   const auto name = [](const Layout& l) { return fmt::format("tp{}pp{}ep{}dp{}", l.tp, l.pp, l.ep, l.dp); };
-  return name(info.param.train) + (info.param.apart ? "_apart_" : "_") + name(info.param.rollout) + (info.param.replay != ReplayKind::none ? "_replay" : "");
+  return name(info.param.train) + (info.param.apart ? "_apart_" : "_") + name(info.param.rollout) + (info.param.replay != ReplayKind::none ? "_replay" : "") +
+         (info.param.quantised ? numerics_name(*info.param.quantised) : "");
 });
 
 }  // namespace

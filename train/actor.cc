@@ -99,7 +99,7 @@ struct Actor::Impl {
         gradient_arena("gradients", kGradientReserve, c.device),
         gradients(make_gradients(w.config(), w.shard(), gradient_arena, [&](const TensorSpec& s) { return is_trained(s, o); })),
         partition(gradients, groups), optimizer(w.table(), o, partition, groups == nullptr ? nullptr : groups->all, c.device),
-        links(groups == nullptr ? nullptr : &groups->pp, w.config(), w.dtype()), result_arena("results of all ranks", kResultReserve) {
+        links(groups == nullptr ? nullptr : &groups->pp, w.config(), w.dtype(), c.device), result_arena("results of all ranks", kResultReserve) {
     CHECK(a.max_tokens_per_microbatch > 0, "a micro-batch of {} tokens", a.max_tokens_per_microbatch);
     model.weights = &weights;
     model.rope = rope;
@@ -333,6 +333,8 @@ Result<StepMetrics> Actor::step(std::span<const TrainSample> samples, const Loss
       put("tis_clipfrac", total.tis_clipped / total.tokens);
       if (loss.tis_mask_high > 0) put("tis_maskfrac", total.tis_masked / total.tokens);
     }
+    if (loss.tis_veto > 0) put("tis_vetofrac", total.vetoed / total.tokens);
+    if (loss.opsm > 0) put("opsm_maskfrac", total.opsm / total.tokens);
   }
   put("grad_norm", step.grad_norm);
   put("lr", step.lr);

@@ -27,7 +27,7 @@ namespace lockstep {
 
 // rl spec 16 names, without the prefix. A metric without data is absent from `values`.
 struct StepMetrics {
-  std::vector<std::pair<std::string, double>> values;  // loss, pg_loss, kl_loss, entropy, pg_clipfrac, pg_clipfrac_lower, ppo_kl, tis, tis_abs, tis_clipfrac, tis_maskfrac, grad_norm, lr, skipped, tokens, microbatches
+  std::vector<std::pair<std::string, double>> values;  // loss, pg_loss, kl_loss, entropy, pg_clipfrac, pg_clipfrac_lower, ppo_kl, tis, tis_abs, tis_clipfrac, tis_maskfrac, tis_vetofrac, opsm_maskfrac, grad_norm, lr, skipped, tokens, microbatches
   bool skipped = false;
 };
 

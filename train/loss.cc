@@ -136,6 +136,8 @@ void LossSums::add(const LossSums& o) {
   tis_abs += o.tis_abs;
   tis_clipped += o.tis_clipped;
   tis_masked += o.tis_masked;
+  vetoed += o.vetoed;
+  opsm += o.opsm;
 }
 
 LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, std::span<const float> entropy,
@@ -154,8 +156,8 @@ LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, 
   if (policy && !sample.old_logprob.empty()) check("old log-probs", sample.old_logprob.size());
   if (kl) check("reference log-probs", sample.ref_logprob.size());
 
-  const bool tis = policy && config.tis != TisKind::none;
-  if (tis) check("rollout log-probs", sample.rollout_logprob.size());
+  const bool tis = policy && config.tis != TisKind::none, veto = policy && config.tis_veto > 0;
+  if (tis || veto) check("rollout log-probs", sample.rollout_logprob.size());
   const auto log_ratio = [&](size_t t) { return (sample.old_logprob.empty() ? logprob[t] : sample.old_logprob[t]) - sample.rollout_logprob[t]; };
   TruncatedWeight of_sequence;
   if (tis && config.tis == TisKind::sequence) {
@@ -165,6 +167,14 @@ LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, 
   }
 
   const int64_t trained = count_trained(sample);
+  bool vetoed = false, off_policy = false;
+  if (veto)
+    for (size_t t = 0; t < n; ++t) vetoed = vetoed || (sample.mask[t] != 0 && truncated_weight(log_ratio(t), config).weight < config.tis_veto);
+  if (policy && config.opsm > 0 && !sample.old_logprob.empty()) {
+    PairTreeSum left;
+    for (size_t t = 0; t < n; ++t) left.add(sample.mask[t] == 0 ? 0.0 : static_cast<double>(sample.old_logprob[t]) - static_cast<double>(logprob[t]));
+    off_policy = left.sum() > static_cast<double>(config.opsm) * static_cast<double>(trained);
+  }
   const double weight = token_weight(d, trained, config);
   PairTreeSum pg_sum, kl_sum, entropy_sum, ppo_kl_sum;
   LossSums sums;
@@ -190,6 +200,10 @@ LossSums sample_loss(const TrainSample& sample, std::span<const float> logprob, 
       sums.tis_clipped += w.clipped;
       sums.tis_masked += w.masked;
     }
+    const bool left = off_policy && sample.advantage[t] < 0;
+    if (vetoed || left) term.loss = term.dlogprob = 0;
+    sums.vetoed += vetoed;
+    sums.opsm += left;
     const KlTerm k = kl ? kl_term(logprob[t], sample.ref_logprob[t], config.kl) : KlTerm{};
     pg_sum.add(term.loss);
     kl_sum.add(k.value);

@@ -47,6 +47,7 @@ struct LossSums {
   double loss = 0, pg_loss = 0, kl_loss = 0, entropy = 0;          // aggregated (weights applied)
   double clipped = 0, clipped_lower = 0, ppo_kl = 0, tokens = 0;    // counts and plain sums over trained tokens
   double tis = 0, tis_abs = 0, tis_clipped = 0, tis_masked = 0;     // likewise: w, |w - 1|, where w was clipped, masked
+  double vetoed = 0, opsm = 0;                                      // likewise: where veto, opsm took the policy term
   void add(const LossSums& o);
 };
 // Fills dlogprob and dentropy [R] of one sample (0 where the mask is 0). A policy sample without old_logprob is on-policy: its

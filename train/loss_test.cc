@@ -395,6 +395,51 @@ TEST(Loss, ImportanceWeightsAreThoseOfTheSpec) {
   EXPECT_EQ(given, absent);
 }
 
+// Either takes the policy term alone, of a sample as a whole (veto) or of its tokens with a negative advantage (opsm).
+TEST(Loss, VetoAndOffPolicyMaskTakeThePolicyTerm) {
+  TrainSample s = sft_sample(3, {0, 1, 1, 1});
+  s.mask[0] = 0;
+  s.advantage = {-1, 1, -2, 0.5f};
+  s.old_logprob = {-3, -1, -0.5f, -2};
+  s.rollout_logprob = {5, -1.2f, -0.4f, -0.5f};  // w = [e^-8, 1.2214, 0.9048, 0.2231]; the first is of a masked token
+  s.ref_logprob = {-1, -1, -1, -1};
+  const std::vector<float> now = {-9, -0.9f, -0.8f, -2.05f}, zero(4, 0.0f);  // old - now = -0.1, 0.3, 0.05: mean 0.0833
+  LossConfig plain;
+  plain.aggregation = Aggregation::token_sum;
+  plain.kl = KlKind::k2;
+  plain.kl_coef = 0.5f;
+  std::vector<float> whole(4), dl(4), de(4), dkl(4);
+  const LossSums all = sample_loss(s, now, zero, {3, 1}, plain, whole, de);
+  TrainSample without = s;
+  without.advantage = {0, 0, 0, 0};
+  const LossSums kl = sample_loss(without, now, zero, {3, 1}, plain, dkl, de);
+
+  const auto run = [&](float veto, float opsm) {
+    LossConfig c = plain;
+    c.tis_veto = veto;
+    c.opsm = opsm;
+    return sample_loss(s, now, zero, {3, 1}, c, dl, de);
+  };
+  LossSums sums = run(0.2f, 0.09f);  // neither
+  EXPECT_EQ(dl, whole);
+  EXPECT_EQ(sums.loss, all.loss);
+  EXPECT_EQ(sums.vetoed + sums.opsm, 0.0);
+  sums = run(0.23f, 0);
+  EXPECT_EQ(dl, dkl);
+  EXPECT_EQ(sums.pg_loss, 0.0);
+  EXPECT_EQ(sums.kl_loss, kl.kl_loss);
+  EXPECT_EQ(sums.vetoed, 3.0);
+  sums = run(0, 0.08f);
+  EXPECT_EQ(dl, (std::vector<float>{0, whole[1], dkl[2], whole[3]}));
+  EXPECT_EQ(sums.opsm, 1.0);
+  // On-policy there is nothing to leave, and equal log-probs are not vetoed even at 1.
+  s.old_logprob.clear();
+  s.rollout_logprob = now;
+  sums = run(1, 1e-6f);
+  EXPECT_EQ(sums.vetoed + sums.opsm, 0.0);
+  EXPECT_NE(sums.pg_loss, 0.0);
+}
+
 TEST(Loss, ImportanceSamplingChangesNoBitWhereBothAgree) {
   Case k = random_case(6);
   for (size_t i = 0; i < k.samples.size(); ++i) k.samples[i].rollout_logprob = k.samples[i].old_logprob;

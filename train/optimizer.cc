@@ -105,7 +105,8 @@ double Optimizer::global_norm(Context& c) const {
   const ConstTensorView found = on_host(c, sums.slice(0, n));
   double sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += found.ptr<double>()[i];
-  if (all_ != nullptr) all_->all_reduce(c, TensorView(&sum, DType::f64, {1}), "gradient norm");
+  Context host = c.on_host();
+  if (all_ != nullptr) all_->all_reduce(host, TensorView(&sum, DType::f64, {1}), "gradient norm");
   return std::sqrt(sum);
 }
 

@@ -1,7 +1,8 @@
 #include "train/partition.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "core/device.h"
 
 namespace lockstep {
 
@@ -155,14 +156,14 @@ void Partition::share_run(Context& c, Weights& weights, const Run& run) const {
     }
     char* to = static_cast<char*>(bucket.data) + own_begin;
     for_each(me, [&](const char* rows, int64_t n) {
-      std::memcpy(to, rows, static_cast<size_t>(n));
+      copy_bytes(c, to, rows, static_cast<size_t>(n));
       to += n;
     });
     run.ranks->all_gather(c, bucket.slice(0, total), bucket.slice(own_begin, bytes[static_cast<size_t>(me)]), bytes, "weights");
     const char* from = static_cast<const char*>(bucket.data);
     for (int r = 0; r < size; ++r) {
       for_each(r, [&](char* rows, int64_t n) {
-        if (r != me) std::memcpy(rows, from, static_cast<size_t>(n));
+        if (r != me) copy_bytes(c, rows, from, static_cast<size_t>(n));
         from += n;
       });
     }

@@ -19,7 +19,8 @@ const T* gather(Context& c, Groups& groups, Arena& scratch, DType dtype, std::sp
   const TensorView all = scratch.tensor(dtype, {std::accumulate(rows.begin(), rows.end(), int64_t{0}), width}, "results of all ranks");
   T* own = all.ptr<T>() + std::accumulate(rows.begin(), rows.begin() + groups.rank, int64_t{0}) * width;
   if (own_rows > 0) fill(own);
-  groups.all->all_gather(c, all, TensorView(own, dtype, {own_rows, width}), rows, p);
+  Context host = c.on_host();
+  groups.all->all_gather(host, all, TensorView(own, dtype, {own_rows, width}), rows, p);
   return all.ptr<T>();
 }
 

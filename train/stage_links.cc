@@ -1,7 +1,6 @@
 #include "train/stage_links.h"
 
-#include <cstring>
-
+#include "core/device.h"
 #include "train/pipeline.h"
 
 namespace lockstep {
@@ -13,12 +12,12 @@ constexpr int kStreamsTag = 0, kGradientsTag = 1;
 
 }  // namespace
 
-StageLinks::Buffer::Buffer(const char* name) : arena(name, kReserve) {}
+StageLinks::Buffer::Buffer(const char* name, Device device) : arena(name, kReserve, device) {}
 
-StageLinks::StageLinks(RankGroup* pp, const ModelConfig& config, DType dtype)
+StageLinks::StageLinks(RankGroup* pp, const ModelConfig& config, DType dtype, Device device)
     : pp_(pp), n_(config.hc_mult), d_(config.hidden_size), dtype_(dtype) {
-  const auto fill = [](Ring& ring, int count, const char* name) {
-    for (int i = 0; i < count; ++i) ring.emplace_back(name);
+  const auto fill = [device](Ring& ring, int count, const char* name) {
+    for (int i = 0; i < count; ++i) ring.emplace_back(name, device);
   };
   if (has_previous()) {
     fill(inputs_, in_flight_max(stage(), stages()) + 1, "stage input");
@@ -73,7 +72,7 @@ ConstTensorView StageLinks::input(Context& c, int64_t m) {
 void StageLinks::send_output(Context& c, int64_t m, ConstTensorView streams) {
   Buffer& b = take(outputs_, m, dtype_);
   if (b.view.empty()) return;
-  std::memcpy(b.view.data, streams.data, streams.bytes());
+  copy(c, b.view, streams);
   b.request = pp_->start_send(c, b.view, stage() + 1, kStreamsTag, "streams");
 }
 

@@ -20,7 +20,7 @@ namespace lockstep {
 class StageLinks {
  public:
   // `pp` (null: one stage) outlives the links; its ranks are the stages.
-  StageLinks(RankGroup* pp, const ModelConfig& config, DType dtype);
+  StageLinks(RankGroup* pp, const ModelConfig& config, DType dtype, Device device = Device::cpu);
 
   int stage() const { return pp_ == nullptr ? 0 : pp_->rank(); }
   int stages() const { return pp_ == nullptr ? 1 : pp_->size(); }
@@ -43,7 +43,7 @@ class StageLinks {
 
  private:
   struct Buffer {
-    explicit Buffer(const char* name);
+    Buffer(const char* name, Device device);
     Arena arena;
     TensorView view;
     RankGroup::Request request;  // slot -1: nothing on its way

@@ -48,6 +48,9 @@ struct LossConfig {
   TisKind tis = TisKind::none;
   float tis_low = 0.0f, tis_high = 2.0f;
   float tis_mask_low = 0.0f, tis_mask_high = 0.0f;  // of the mask; high 0: no mask
+  // Likewise without any policy term: a sample one of whose tokens has w below veto; and, of a sample that the policy has left, mean(old - now) > opsm over its
+  // trained tokens, those with a negative advantage. 0: off.
+  float tis_veto = 0.0f, opsm = 0.0f;
 };
 
 enum class ScheduleKind : uint8_t { constant, cosine };

@@ -1,7 +1,7 @@
 // Bound by memory: 28 bytes an element for the step, 4 for the others. Floor: bytes / 4 TB/s.
 //
-// sum_squares: 16 threads take a block of kSumSquaresBlock, thread l the tree's virtual lane l in f64; then one block adds the blocks' sums in order, its threads
-// fetching tiles for the one that adds (a chain of N / 4096 f64 additions: 2 ms at N = 1e9, where reading the elements takes 1 ms).
+// sum_squares: 16 threads take a block of kSumSquaresBlock, thread l the tree's virtual lane l in f64; then one block adds the blocks' sums in order, its
+// threads fetching tiles for the one that adds (a chain of N / 4096 f64 additions: 2 ms at N = 1e9, where reading the elements takes 1 ms).
 
 #include "ops/adamw/adamw_cpu.h"
 #include "ops/elements_gpu.h"
@@ -90,7 +90,8 @@ void sum_squares(Context& c, TensorView out, ConstTensorView grad) {
   const int64_t n = grad.shape.elements(), blocks = blocks_for(n, kSumSquaresBlock);
   ArenaScope scope(*c.workspace);
   double* sums = c.workspace->tensor(DType::f64, {blocks}, "sum_squares blocks").ptr<double>();
-  launch(c, "square_blocks", {.blocks = blocks_for(blocks * kTreeLanes, kSumThreads), .threads = kSumThreads}, square_blocks_kernel, sums, grad.ptr<float>(), n);
+  launch(c, "square_blocks", {.blocks = blocks_for(blocks * kTreeLanes, kSumThreads), .threads = kSumThreads}, square_blocks_kernel, sums, grad.ptr<float>(),
+         n);
   launch(c, "sum_in_order", {.blocks = 1, .threads = kSumThreads, .shared_bytes = kSumTile * sizeof(double)}, sum_in_order_kernel, out.ptr<double>(), sums,
          blocks);
 }

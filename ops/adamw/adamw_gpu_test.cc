@@ -21,7 +21,8 @@ TEST(AdamWGpu, StepHasTheCpusBits) {
   const AdamWStep step{.lr = 0.03f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .bias1 = 0.19f, .bias2 = 0.0975f, .grad_scale = 0.7f};
   for (const int64_t n : {0, 1, 8, 9, 300, 5001})
     for (const int64_t skipped : {0, 1}) {  // elements before the views, which decide the alignment
-      const Tensor w = random_tensor(1, DType::f32, {n + skipped}), m = random_tensor(2, DType::f32, {n + skipped}), grad = random_tensor(4, DType::f32, {n + skipped});
+      const Tensor w = random_tensor(1, DType::f32, {n + skipped}), m = random_tensor(2, DType::f32, {n + skipped}),
+                   grad = random_tensor(4, DType::f32, {n + skipped});
       const Tensor v = random_tensor(3, DType::f32, {n + skipped});
       for (int64_t i = 0; i < v.elements(); ++i) v.ptr<float>()[i] *= v.ptr<float>()[i];
       const TensorView gw = gpu.put(w), gm = gpu.put(m), gv = gpu.put(v);

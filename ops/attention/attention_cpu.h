@@ -1,5 +1,6 @@
 #pragma once
-// Internal to ops/attention: the two CPU implementations and what they share, the list of rows of one query.
+// Internal to ops/attention: the implementations and what those on the CPU share, the list of rows of one query. device: on the GPU, attention_gpu.cu with the
+// same bits, attention_gpu_sm90.cu in bf16 on Hopper's tensor cores.
 
 #include <algorithm>
 
@@ -93,5 +94,22 @@ void attention_backward(Context& c, TensorView dq, TensorView dkv, TensorView de
                         ConstTensorView d_o, ConstTensorView o, ConstTensorView lse, ConstTensorView q, const AttentionKeys& keys,
                         ConstTensorView sink, const SequenceView& seq, const AttentionShape& shape);
 }  // namespace simd
+
+namespace device {
+// The tensor cores' kernel where it takes the tensors, by their dtypes, widths and strides alone; otherwise the portable one.
+void attention(Context& c, TensorView o, TensorView lse, ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink, const SequenceView& seq,
+               const AttentionShape& shape);
+bool attention_on_tensor_cores(ConstTensorView o, ConstTensorView q, const AttentionKeys& keys);
+void portable_attention(Context& c, TensorView o, TensorView lse, ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink, const SequenceView& seq,
+                        const AttentionShape& shape);
+// Scratch of backward, for what is kept of as many queries as fit. The bits do not depend on it.
+inline constexpr int64_t kAttentionScratchBytes = int64_t{1} << 30;
+void attention_backward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_accum, TensorView dsink_accum, ConstTensorView d_o, ConstTensorView o,
+                        ConstTensorView lse, ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink, const SequenceView& seq,
+                        const AttentionShape& shape, int64_t scratch_bytes = kAttentionScratchBytes);
+void portable_attention_backward(Context& c, TensorView dq, TensorView dkv, TensorView dentries_accum, TensorView dsink_accum, ConstTensorView d_o, ConstTensorView o,
+                        ConstTensorView lse, ConstTensorView q, const AttentionKeys& keys, ConstTensorView sink, const SequenceView& seq,
+                        const AttentionShape& shape, int64_t scratch_bytes = kAttentionScratchBytes);
+}  // namespace device
 
 }  // namespace lockstep

@@ -1,10 +1,8 @@
 // Forward: a thread reads one piece of a table row and writes it into every stream. Floor: T * n * D elements written and T * D read / 4 TB/s.
 //
 // Backward: a stable order of the tokens by id is built first, by counting for each token how many come before it (T^2 comparisons of i32: 10 us at
-// T = 8192, where the gradients themselves take 0.2 ms). Then a block owns a run of equal ids and a slice of columns, and walks the run in ascending t. Only rows
-// of the table that occur are touched, whatever V. Floor: T * n * D * 4 bytes / 4 TB/s.
-
-#include <bit>
+// T = 8192, where the gradients themselves take 0.2 ms). Then a block owns a run of equal ids and a slice of columns, and walks the run in ascending t. Only
+// rows of the table that occur are touched, whatever V. Floor: T * n * D * 4 bytes / 4 TB/s.
 
 #include "ops/elements_gpu.h"
 #include "ops/embed/embed_cpu.h"
@@ -67,7 +65,7 @@ GPU_KERNEL embed_backward_kernel(float* dtable, int64_t dtable_stride, int64_t f
   int64_t end = begin;
   for (int count = kWave; count == kWave; end += count) {
     const int64_t at = end + lane();
-    count = std::countr_one(static_cast<uint64_t>(ballot(at < rows && sorted[at] == id)));
+    count = trailing_ones(ballot(at < rows && sorted[at] == id));
   }
   const int64_t column = static_cast<int64_t>(block_y()) * kColumnsABlock + thread_x() * kColumns;
   if (column >= width) return;

@@ -20,7 +20,8 @@ TEST(EmbedGpu, HasTheCpusBits) {
     for (const Shape& shape : {Shape{0, 4, 8}, Shape{1, 1, 1}, Shape{7, 3, 5}, Shape{150, 4, 24}, Shape{3, 1, 264}})
       for (const int32_t vocab : {1, 11, 500}) {
         const int64_t width = shape[2];
-        const Tensor table = random_tensor(1, dtype, {vocab, width + 8}), tokens = testing::random_ints(2, {shape[0]}, vocab), x = random_tensor(3, dtype, shape);
+        const Tensor table = random_tensor(1, dtype, {vocab, width + 8}), tokens = testing::random_ints(2, {shape[0]}, vocab),
+                     x = random_tensor(3, dtype, shape);
         const TensorView gx = gpu.put(x);
         for (const int64_t beside : {0, 3}) {
           embed(gpu, gx, gpu.put(table).cols(beside, width), gpu.put(tokens));

@@ -30,7 +30,7 @@ void route_scored(Context& c, TensorView ids, TensorView weight, ConstTensorView
   CHECK(ids.dim(1) <= z.dim(1), "route_scored: {} experts a token of {} experts", ids.dim(1), z.dim(1));
   CHECK(bias.empty() || (bias.dtype == DType::f32 && bias.shape == Shape({z.dim(1)}) && bias.contiguous()),
         "route_scored: bias is {} {}, wanted f32 [{}] or empty", dtype_name(bias.dtype), bias.shape.str(), z.dim(1));
-  reference::route_scored(c, ids, weight, z, bias, factor, simd::score_row);
+  c.on_gpu() ? device::route_scored(c, ids, weight, z, bias, factor) : reference::route_scored(c, ids, weight, z, bias, factor, simd::score_row);
 }
 
 void route_hashed(Context& c, TensorView ids, TensorView weight, ConstTensorView z, ConstTensorView tokens,
@@ -40,13 +40,13 @@ void route_hashed(Context& c, TensorView ids, TensorView weight, ConstTensorView
         dtype_name(tokens.dtype), tokens.shape.str(), z.rows());
   CHECK(table.shape.rank == 2, "route_hashed: table is {}, wanted [V, K]", table.shape.str());
   check_matrix("route_hashed", "table", table, DType::i32, table.rows(), ids.dim(1));
-  reference::route_hashed(c, ids, weight, z, tokens, table, factor);
+  c.on_gpu() ? device::route_hashed(c, ids, weight, z, tokens, table, factor) : reference::route_hashed(c, ids, weight, z, tokens, table, factor);
 }
 
 void route_backward(Context& c, TensorView dz, ConstTensorView dweight, ConstTensorView ids, ConstTensorView z, float factor) {
   check_routes("route_backward", ids, dweight, z);
   check_matrix("route_backward", "dz", dz, DType::f32, z.rows(), z.dim(1));
-  reference::route_backward(c, dz, dweight, ids, z, factor);
+  c.on_gpu() ? device::route_backward(c, dz, dweight, ids, z, factor) : reference::route_backward(c, dz, dweight, ids, z, factor);
 }
 
 }  // namespace lockstep

@@ -2,7 +2,7 @@
 // The router: which K experts a token visits and with what weight. s(z) = sqrt(softplus(z)).
 // route_scored: ids = top K of s(z) + bias, ties to the lower id; route_hashed: ids = table[token].
 //   weight_i = s(z[id_i]) / (sum_i s(z[id_i]) + 1e-20) * factor, without the bias
-//   z      [T, E] f32     bias [E] f32 (empty: none)     tokens [T] i32     table [V, K] i32, ids in [0, E) (CHECK)
+//   z      [T, E] f32     bias [E] f32 (empty: none)     tokens [T] i32     table [V, K] i32, ids in [0, E) (CHECK, on the CPU)
 //   ids    [T, K] i32     ascending in every row: slot order is ascending expert id; a repeated id of a hash row keeps both slots
 //   weight [T, K] f32
 // route_backward (both kinds): dz [T, E] f32, written: zero for unselected experts. dweight [T, K] f32. Repeated ids add.

@@ -1,5 +1,6 @@
 #pragma once
-// The CPU side of the router. Only the scores of a whole row are worth vectors; everything else touches K of E experts.
+// Internal to ops/gate: the implementations, without argument checks. device: on the GPU, gate_gpu.cu. On the CPU only the scores of a whole row are worth
+// vectors; everything else touches K of E experts.
 
 #include "core/context.h"
 
@@ -20,5 +21,11 @@ void route_hashed(Context& c, TensorView ids, TensorView weight, ConstTensorView
                   ConstTensorView table, float factor);
 void route_backward(Context& c, TensorView dz, ConstTensorView dweight, ConstTensorView ids, ConstTensorView z, float factor);
 }  // namespace reference
+
+namespace device {
+void route_scored(Context& c, TensorView ids, TensorView weight, ConstTensorView z, ConstTensorView bias, float factor);
+void route_hashed(Context& c, TensorView ids, TensorView weight, ConstTensorView z, ConstTensorView tokens, ConstTensorView table, float factor);
+void route_backward(Context& c, TensorView dz, ConstTensorView dweight, ConstTensorView ids, ConstTensorView z, float factor);
+}  // namespace device
 
 }  // namespace lockstep

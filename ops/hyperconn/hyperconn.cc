@@ -45,8 +45,10 @@ void mix_backward(Context& c, TensorView dx_accum, const HyperGradients& dw, Con
                   const HyperShape& shape) {
   const ArenaScope scope(*c.workspace);
   const TensorView dlogits = c.workspace->tensor(DType::f32, raw.shape, "hyperconn logit gradients");
-  simd::hyper_coefficients_backward(c, dx_accum, dlogits, dpre, dpost, dcomb, raw, inv_rms, x, w, shape);
-  reference::hyper_raw_gradient(dlogits, dw, raw, inv_rms, w, shape.streams);
+  c.on_gpu() ? device::hyper_coefficients_backward(c, dx_accum, dlogits, dpre, dpost, dcomb, raw, inv_rms, x, w, shape)
+             : simd::hyper_coefficients_backward(c, dx_accum, dlogits, dpre, dpost, dcomb, raw, inv_rms, x, w, shape);
+  c.on_gpu() ? device::hyper_raw_gradient(c, dlogits, dw, raw, inv_rms, w, shape.streams)
+             : reference::hyper_raw_gradient(dlogits, dw, raw, inv_rms, w, shape.streams);
   if (!dw.fn.empty()) matmul_backward_weight(c, dw.fn, dlogits, flat(x));
   matmul_backward_input(c, flat(dx_accum), dlogits, w.fn, true);
 }
@@ -70,7 +72,8 @@ void hyper_mix(Context& c, TensorView pre, TensorView post, TensorView comb, Ten
   check_shape("hyper_mix", "comb", comb, DType::f32, {rows, n * n});
   if (x.empty()) return;
   matmul(c, raw, flat(x), w.fn);
-  simd::hyper_coefficients(c, pre, post, comb, inv_rms, raw, x, w, shape);
+  c.on_gpu() ? device::hyper_coefficients(c, pre, post, comb, inv_rms, raw, x, w, shape)
+             : simd::hyper_coefficients(c, pre, post, comb, inv_rms, raw, x, w, shape);
 }
 
 void hyper_mix_backward(Context& c, TensorView dx_accum, const HyperGradients& dw, ConstTensorView dpre, ConstTensorView dpost,
@@ -92,7 +95,7 @@ void hyper_head_mix(Context& c, TensorView pre, TensorView raw, TensorView inv_r
   check_shape("hyper_head_mix", "pre", pre, DType::f32, {x.rows(), shape.streams});
   if (x.empty()) return;
   matmul(c, raw, flat(x), w.fn);
-  simd::hyper_coefficients(c, pre, {}, {}, inv_rms, raw, x, w, shape);
+  c.on_gpu() ? device::hyper_coefficients(c, pre, {}, {}, inv_rms, raw, x, w, shape) : simd::hyper_coefficients(c, pre, {}, {}, inv_rms, raw, x, w, shape);
 }
 
 void hyper_head_mix_backward(Context& c, TensorView dx_accum, const HyperGradients& dw, ConstTensorView dpre,
@@ -110,7 +113,7 @@ void hyper_pre(Context& c, TensorView h, ConstTensorView x, ConstTensorView pre)
   check_shape("hyper_pre", "h", h, x.dtype, {x.dim(0), x.dim(2)});
   check_shape("hyper_pre", "pre", pre, DType::f32, {x.dim(0), x.dim(1)});
   if (x.empty()) return;
-  simd::hyper_pre(c, h, x, pre);
+  c.on_gpu() ? device::hyper_pre(c, h, x, pre) : simd::hyper_pre(c, h, x, pre);
 }
 
 void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x,
@@ -121,7 +124,7 @@ void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstT
   check_shape("hyper_pre_backward", "dpre", dpre, DType::f32, {x.dim(0), x.dim(1)});
   check_shape("hyper_pre_backward", "pre", pre, DType::f32, {x.dim(0), x.dim(1)});
   if (x.empty()) return;
-  simd::hyper_pre_backward(c, dx_accum, dpre, dh, x, pre);
+  c.on_gpu() ? device::hyper_pre_backward(c, dx_accum, dpre, dh, x, pre) : simd::hyper_pre_backward(c, dx_accum, dpre, dh, x, pre);
 }
 
 void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
@@ -131,7 +134,7 @@ void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView 
   check_shape("hyper_post", "post", post, DType::f32, {x.dim(0), x.dim(1)});
   check_shape("hyper_post", "comb", comb, DType::f32, {x.dim(0), x.dim(1) * x.dim(1)});
   if (x.empty()) return;
-  simd::hyper_post(c, xout, x, y, post, comb);
+  c.on_gpu() ? device::hyper_post(c, xout, x, y, post, comb) : simd::hyper_post(c, xout, x, y, post, comb);
 }
 
 void hyper_post_backward(Context& c, TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout,
@@ -148,7 +151,8 @@ void hyper_post_backward(Context& c, TensorView dx, TensorView dy, TensorView dp
   check_shape("hyper_post_backward", "comb", comb, DType::f32, {rows, n * n});
   if (x.empty()) return;
   CHECK(dx.data != dxout.data, "hyper_post_backward: dx is dxout");
-  simd::hyper_post_backward(c, dx, dy, dpost, dcomb, dxout, x, y, post, comb);
+  c.on_gpu() ? device::hyper_post_backward(c, dx, dy, dpost, dcomb, dxout, x, y, post, comb)
+             : simd::hyper_post_backward(c, dx, dy, dpost, dcomb, dxout, x, y, post, comb);
 }
 
 }  // namespace lockstep

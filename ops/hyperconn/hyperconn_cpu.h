@@ -1,5 +1,6 @@
 #pragma once
-// Internal to ops/hyperconn: the two implementations of everything but the product with fn, without argument checks. Same bits.
+// Internal to ops/hyperconn: the implementations of everything but the product with fn, without argument checks. Same bits.
+// device: on the GPU, hyperconn_gpu.cu.
 // In the head's form post and comb (and their gradients) are empty.
 
 #include "ops/hyperconn/hyperconn.h"
@@ -43,6 +44,22 @@ void hyper_post_backward(Context& c, TensorView dx, TensorView dy, TensorView dp
                          ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb);
 
 }  // namespace simd
+
+namespace device {
+
+void hyper_coefficients(Context& c, TensorView pre, TensorView post, TensorView comb, TensorView inv_rms, ConstTensorView raw, ConstTensorView x,
+                        const HyperWeights& w, const HyperShape& shape);
+void hyper_coefficients_backward(Context& c, TensorView dx_accum, TensorView dlogits, ConstTensorView dpre, ConstTensorView dpost, ConstTensorView dcomb,
+                                 ConstTensorView raw, ConstTensorView inv_rms, ConstTensorView x, const HyperWeights& w, const HyperShape& shape);
+void hyper_raw_gradient(Context& c, TensorView dlogits, const HyperGradients& dw, ConstTensorView raw, ConstTensorView inv_rms, const HyperWeights& w,
+                        int64_t streams);
+void hyper_pre(Context& c, TensorView h, ConstTensorView x, ConstTensorView pre);
+void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x, ConstTensorView pre);
+void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb);
+void hyper_post_backward(Context& c, TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x, ConstTensorView y,
+                         ConstTensorView post, ConstTensorView comb);
+
+}  // namespace device
 
 // What one token's Sinkhorn keeps for its backward: the softmax, then for each division its result and the reciprocals.
 constexpr int64_t hyper_record_floats(int64_t streams, int sinkhorn_iters) {

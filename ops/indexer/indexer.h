@@ -8,7 +8,8 @@
 //   selected [T, k] i32
 // When visible <= k every visible entry is listed and no score is computed.
 // Numerics: dot is one fma chain over di ascending; the sum over heads is the 16-lane tree of weight * relu(dot) (tree_dot). Row contract holds.
-// No gradient exists through this op (V4 spec 6.1). Scratch, a worker: scores of 16 queries, one block of keys.
+// No gradient exists through this op (V4 spec 6.1). Scratch, a worker: scores of 16 queries, one block of keys; on the GPU the
+// scores of as many queries as 512 MiB hold.
 // Source: V4 spec 2.5, 2.6.
 
 #include "core/context.h"

@@ -167,8 +167,8 @@ void entropy_partials(Context& c, TensorView means, ConstTensorView logits, Cons
 
 void entropy_merge(Context& c, TensorView entropy, ConstTensorView means, ConstTensorView lse) {
   constexpr int kThreads = 64;
-  launch(c, "entropy_merge", {.blocks = blocks_for(means.rows(), kThreads), .threads = kThreads}, merge_means_kernel, vector<float>(entropy), means.ptr<float>(),
-         means.row_stride, vector<float>(lse), means.rows(), means.dim(1));
+  launch(c, "entropy_merge", {.blocks = blocks_for(means.rows(), kThreads), .threads = kThreads}, merge_means_kernel, vector<float>(entropy),
+         means.ptr<float>(), means.row_stride, vector<float>(lse), means.rows(), means.dim(1));
 }
 
 void select_logprob(Context& c, TensorView logprob, TensorView lse, TensorView entropy, ConstTensorView logits, ConstTensorView target,
@@ -197,8 +197,8 @@ void row_stats(Context& c, TensorView max, TensorView lse, ConstTensorView logit
 void row_backward(Context& c, TensorView logits, ConstTensorView dlogprob, ConstTensorView dentropy, ConstTensorView target, ConstTensorView temperature,
                   ConstTensorView lse, ConstTensorView entropy, int64_t first) {
   launch(c, "logprob_backward", grid_of_pieces(logits.rows(), logits.dim(1)), row_backward_kernel, logits.ptr<float>(), logits.row_stride,
-         vector<int32_t>(target), vector<float>(temperature), vector<float>(lse), vector<float>(entropy), vector<float>(dlogprob), vector<float>(dentropy), first,
-         is_aligned(logits), logits.rows(), logits.dim(1));
+         vector<int32_t>(target), vector<float>(temperature), vector<float>(lse), vector<float>(entropy), vector<float>(dlogprob), vector<float>(dentropy),
+         first, is_aligned(logits), logits.rows(), logits.dim(1));
 }
 
 }  // namespace lockstep::device

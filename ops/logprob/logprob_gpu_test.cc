@@ -79,7 +79,8 @@ TEST(LogprobGpu, BackwardHasTheCpusBits) {
                      dlogprob = random_tensor(5, DType::f32, {rows}), dentropy = random_tensor(6, DType::f32, {rows});
         const TensorView glogits = gpu.put(logits);
         const auto optional = [&](const Tensor& t) { return with_entropy ? gpu.put(t) : TensorView(); };
-        device::row_backward(gpu, glogits, gpu.put(dlogprob), optional(dentropy), gpu.put(target), gpu.put(temperature), gpu.put(lse), optional(entropy), first);
+        device::row_backward(gpu, glogits, gpu.put(dlogprob), optional(dentropy), gpu.put(target), gpu.put(temperature), gpu.put(lse), optional(entropy),
+                             first);
         for (int64_t r = 0; r < rows; ++r)
           simd::row_backward(logits.view().row<float>(r), vocab,
                              {.target = target.ptr<int32_t>()[r] - first,
@@ -90,6 +91,36 @@ TEST(LogprobGpu, BackwardHasTheCpusBits) {
                               .dentropy = with_entropy ? dentropy.get(r) : 0.0f});
         EXPECT_EQ(count_bit_differences(gpu.get(glogits), logits), 0) << vocab << " from " << first;
       }
+}
+
+// The whole op, with the head's product and its gradients, in f32, whose products have the CPU's bits everywhere.
+TEST(LogprobGpu, SelectLogprobHasTheCpusBits) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  const int64_t rows = 11, width = 24, vocab = 130;
+  const Tensor hidden = random_tensor(1, DType::f32, {rows, width}, 2.0f), head = random_tensor(2, DType::f32, {vocab, width}),
+               temperature = temperatures(rows);
+  const Tensor target = testing::random_ints(3, {rows}, static_cast<int32_t>(vocab)), dlogprob = random_tensor(4, DType::f32, {rows}),
+               dentropy = random_tensor(5, DType::f32, {rows});
+  struct Results {
+    TensorView logprob, lse, entropy, dhidden, dhead;
+  };
+  const auto run = [&](Context& c, const Results& r, ConstTensorView hidden, ConstTensorView head, ConstTensorView target, ConstTensorView temperature,
+                       ConstTensorView dlogprob, ConstTensorView dentropy) {
+    const WeightView weight = {head, {}};
+    select_logprob(c, r.logprob, r.lse, r.entropy, hidden, weight, target, temperature);
+    select_logprob_backward(c, r.dhidden, r.dhead, dlogprob, dentropy, hidden, weight, target, temperature, r.lse, r.entropy);
+  };
+  const Tensor logprob(DType::f32, {rows}), lse(DType::f32, {rows}), entropy(DType::f32, {rows}), dhidden(DType::f32, {rows, width}),
+      dhead = random_tensor(6, DType::f32, {vocab, width});
+  const Results device = {gpu.put(logprob), gpu.put(lse), gpu.put(entropy), gpu.put(dhidden), gpu.put(dhead)};
+  run(cpu, {logprob, lse, entropy, dhidden, dhead}, hidden, head, target, temperature, dlogprob, dentropy);
+  run(gpu, device, gpu.put(hidden), gpu.put(head), gpu.put(target), gpu.put(temperature), gpu.put(dlogprob), gpu.put(dentropy));
+  EXPECT_EQ(count_bit_differences(gpu.get(device.logprob), logprob), 0);
+  EXPECT_EQ(count_bit_differences(gpu.get(device.lse), lse), 0);
+  EXPECT_EQ(count_bit_differences(gpu.get(device.entropy), entropy), 0);
+  EXPECT_EQ(count_bit_differences(gpu.get(device.dhidden), dhidden), 0);
+  EXPECT_EQ(count_bit_differences(gpu.get(device.dhead), dhead), 0);
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
 #include "ops/matmul/matmul.h"
 
+#include <cstring>
+
+#include "core/formats.h"
 #include "ops/matmul/matmul_cpu.h"
 
 namespace lockstep {
@@ -117,6 +120,22 @@ ConstTensorView dequantized(Context& c, const WeightView& w, int64_t k) {
   return out;
 }
 
+// What pack_panel_scales puts into scales for the kernels' decoding.
+float left_out(DType codes) { return codes == DType::e4m3 ? 0x1p8f : 0.5f; }
+
+// Column k, lane j of a panel.
+float panel_number(ConstTensorView panel, int64_t k, int64_t j) {
+  switch (panel.dtype) {
+    case DType::f32: return panel.ptr<float>()[k * kPanelWidth + j];
+    case DType::bf16: return to_f32(panel.ptr<bf16>()[k * kPanelWidth + j]);
+    case DType::e4m3: return to_f32(panel.ptr<e4m3>()[k * kPanelWidth + j]);
+    default: {
+      const e2m1x2 two = panel.ptr<e2m1x2>()[k / 2 * kPanelWidth + j];
+      return k % 2 == 0 ? low_to_f32(two) : high_to_f32(two);
+    }
+  }
+}
+
 }  // namespace
 
 Shape panel_shape(const Shape& rows) {
@@ -165,7 +184,7 @@ void pack_panel_scales(Context& c, TensorView panel_scales, const WeightView& w)
   const bool grouped = w.rows.shape.rank == 3;
   const int64_t n = w.rows.shape[grouped], experts = grouped ? w.rows.shape[0] : 1;
   const int64_t panels = (n + kPanelWidth - 1) / kPanelWidth, blocks = panel_scales.shape[grouped + 1];
-  const float left_out = w.rows.dtype == DType::e4m3 ? 0x1p8f : 0.5f;
+  const float factor = left_out(w.rows.dtype);
   parallel_for(c, experts * panels, blocks * kPanelWidth, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const ConstTensorView scales = grouped ? w.scales.at(i / panels) : w.scales;
@@ -173,7 +192,30 @@ void pack_panel_scales(Context& c, TensorView panel_scales, const WeightView& w)
       for (int64_t j = 0; j < kPanelWidth; ++j) {
         const int64_t row = i % panels * kPanelWidth + j;
         const ue8m0* from = row < n ? scales.row<ue8m0>(w.row_grid.block_of(row)) : nullptr;
-        for (int64_t b = 0; b < blocks; ++b) to[b * kPanelWidth + j] = from == nullptr ? 0.0f : to_f32(from[b]) * left_out;
+        for (int64_t b = 0; b < blocks; ++b) to[b * kPanelWidth + j] = from == nullptr ? 0.0f : to_f32(from[b]) * factor;
+      }
+    }
+  });
+}
+
+void unpack_panels(Context& c, TensorView out, const WeightView& w) {
+  const Shape& s = out.shape;
+  const int e = w.rows.shape.rank - 2;
+  CHECK(out.dtype == DType::f32 && out.contiguous() && s.rank == 2 + e && !w.panels.empty(), "unpack_panels: out is {} {}, w is {}, its panels {}",
+        dtype_name(out.dtype), s.str(), w.rows.shape.str(), w.panels.shape.str());
+  check_weight("unpack_panels", w, e);
+  CHECK(s == numbers("unpack_panels", w, s[e + 1]), "unpack_panels: out is {}, w is {}", s.str(), w.rows.shape.str());
+  const int64_t n = s[e], k = s[e + 1], rows = e == 0 ? n : s[0] * n;
+  parallel_for(c, rows, 4 * k, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t panel = i % n / kPanelWidth, lane = i % n % kPanelWidth;
+      const auto of = [&](const ConstTensorView& v) { return e == 0 ? v.at(panel) : v.at(i / n).at(panel); };
+      const ConstTensorView codes = of(w.panels);
+      const float* scales = w.quantized() ? of(w.panel_scales).ptr<float>() + lane : nullptr;
+      float* to = out.ptr<float>() + i * k;
+      for (int64_t j = 0; j < k; ++j) {
+        to[j] = panel_number(codes, j, lane);
+        if (scales != nullptr) to[j] *= scales[w.col_grid.block_of(j) * kPanelWidth] / left_out(w.rows.dtype);
       }
     }
   });
@@ -192,10 +234,11 @@ QuantStats quantize_by_grid(Context& c, TensorView codes, TensorView scales, con
       const int64_t rows = std::min(row_pitch, n - i), cols = std::min(col_pitch, k - j);
       const BlockGrid in_rows = {row_grid.block, 0}, in_cols = {col_grid.block, 0};
       const TensorView part = codes.slice(i, rows), part_scales = scales.slice(row_grid.block_of(i), in_rows.blocks_in(rows));
-      stats += quantize(c,
-                        {col_pitch == k ? part : part.cols(j, cols), part_scales.cols(col_grid.block_of(j), in_cols.blocks_in(cols)), row_grid.block,
-                         col_grid.block},
-                        x.slice(i, rows).cols(j, cols), amax_floor);
+      const QuantView q(col_pitch == k ? part : part.cols(j, cols), part_scales.cols(col_grid.block_of(j), in_cols.blocks_in(cols)), row_grid.block,
+                        col_grid.block);
+      const ConstTensorView from = x.slice(i, rows).cols(j, cols);
+      stats += quantize(c, q, from, amax_floor);
+      if (c.on_gpu()) stats += quant_stats(c, q, from);
     }
   return stats;
 }
@@ -206,6 +249,22 @@ void pack_panels(Context& c, TensorView panels, ConstTensorView rows) {
         "pack_panels: panels are {} {}, rows are {} {}, wanted contiguous panels {}", dtype_name(panels.dtype),
         panels.shape.str(), dtype_name(rows.dtype), rows.shape.str(), panel_shape(rows.shape).str());
   simd::pack_panels(c, panels, rows);
+}
+
+void unpack_panels(Context& c, TensorView rows, ConstTensorView panels) {
+  CHECK(panels.dtype == rows.dtype && panels.shape == panel_shape(rows.shape) && panels.contiguous() && rows.contiguous(),
+        "unpack_panels: {} {} to {} {}", dtype_name(panels.dtype), panels.shape.str(), dtype_name(rows.dtype), rows.shape.str());
+  const bool grouped = rows.shape.rank == 3;
+  const int64_t n = rows.shape[grouped], k = rows.shape[grouped + 1], all = grouped ? rows.shape[0] * n : n;
+  const size_t width = dtype_bytes(rows.dtype);
+  parallel_for(c, all, k, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t panel = i / n * num_blocks(n, kPanelWidth) + i % n / kPanelWidth, column = i % n % kPanelWidth;
+      const char* from = static_cast<const char*>(panels.data) + static_cast<size_t>(panel * k * kPanelWidth + column) * width;
+      char* to = static_cast<char*>(rows.data) + static_cast<size_t>(i * k) * width;
+      for (int64_t j = 0; j < k; ++j) std::memcpy(to + static_cast<size_t>(j) * width, from + static_cast<size_t>(j * kPanelWidth) * width, width);
+    }
+  });
 }
 
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment) {

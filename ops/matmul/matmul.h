@@ -24,8 +24,10 @@
 //     Row contract: codes and scales of a row of x depend on that row alone. NaN and Inf: NaN in x or w gives NaN, Inf in x is 448 * sx.
 //   backward_input: straight-through, the chain above with w de-quantised to bf16 (exact: four significant bits, scales of at least 2^-124).
 //   backward_weight: x as it was stored, before the forward's quantisation.
-// Scratch: up to about 1 MiB a thread (f32 copies of blocks), and panels when w brings none. Source: textbook; the blocking is
-//   told in matmul_cpu.cc. Quantised: V4 release, inference/kernel.py (fp8_gemm, fp4_gemm); V4 spec 3.3.
+// On a GPU with matrix units products of bf16 and E4M3 add in the units' own order, and gradients come from dy rounded to bf16: see matmul_gpu.h and
+//   matmul_gpu.cu, which chooses. The row contract holds there as well, forward and dx; everything else has the bits above.
+// Scratch: up to about 1 MiB a thread (f32 copies of blocks), and panels when w brings none; on a GPU codes of x, and on matrix units dy in bf16 and
+//   what is quantised of w de-quantised. Source: textbook; the blocking is told in matmul_cpu.cc. Quantised: V4 release, inference/kernel.py (fp8_gemm, fp4_gemm); V4 spec 3.3.
 // Cost: 2*M*N*K operations; at M = 1 bound by the bytes of w.
 
 #include <algorithm>
@@ -70,12 +72,17 @@ WeightView columns_of(const WeightView& w, int64_t begin, int64_t count);
 
 Shape panel_shape(const Shape& rows);  // [N, K] -> [ceil(N/16), K, 16]; [E, N, K] -> [E, ceil(N/16), K, 16]
 void pack_panels(Context& c, TensorView panels, ConstTensorView rows);
+void unpack_panels(Context& c, TensorView rows, ConstTensorView panels);  // the rows that were packed; rare, so not fast
 
 // Scales as the kernel reads them: those of 16 rows side by side, times the constant that its decoding leaves out (2^8 for E4M3, 1/2 for E2M1).
 Shape panel_scale_shape(const WeightView& w);
 void pack_panel_scales(Context& c, TensorView panel_scales, const WeightView& w);  // reads w.rows (dtype and shape) and w.scales
 
-// codes and scales of x [N, K] by the grids; of experts' [E, N, K] with N as the period of rows. e2m1x2 takes no period of columns.
+// The numbers that the kernels take from w's panels, value = code * scale where it is quantised: out [N, K] f32, or [E, N, K]. CHECK: no panels.
+void unpack_panels(Context& c, TensorView out, const WeightView& w);
+
+// codes and scales of x [N, K] by the grids; of experts' [E, N, K] with N as the period of rows. e2m1x2 takes no period of columns. On the GPU the host
+// waits for what it counts.
 QuantStats quantize_by_grid(Context& c, TensorView codes, TensorView scales, const BlockGrid& row_grid, const BlockGrid& col_grid, ConstTensorView x,
                             float amax_floor = 0);
 

@@ -34,7 +34,8 @@ void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensor
 
 }  // namespace lockstep::simd
 
-// Reads w.rows and w.scales; w may be quantised in all. offsets lie in device memory.
+// Reads w.rows and w.scales; w may be quantised in all. offsets lie in device memory. matmul_gpu.cu chooses between matrix units (matmul_gpu.h) and the
+// portable kernels (matmul_gpu_portable.cu), which have the CPU's bits.
 namespace lockstep::device {
 
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);
@@ -45,3 +46,14 @@ void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy
 void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets);
 
 }  // namespace lockstep::device
+
+namespace lockstep::device::portable {
+
+void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);
+void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate);
+void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
+void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
+void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets, bool accumulate);
+void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets);
+
+}  // namespace lockstep::device::portable

@@ -1,6 +1,6 @@
 #pragma once
-// The GPU's side of matmul.h: products on Hopper's tensor cores, for ops/matmul/matmul_gpu.cu to choose from. Pointers are device memory; calls are enqueued and
-// do not wait. bf16 products add in the tensor core's own order: bits differ from the CPU's, but a row's bits depend on that row and the weight alone.
+// The GPU's side of matmul.h: products on the matrix units of Hopper (matmul_gpu_sm90*) and CDNA4 (matmul_gpu_cdna4.cu), for matmul_gpu.cu to choose from. Pointers are device memory; calls are enqueued and
+// do not wait. bf16 products add in the units' own order: bits differ from the CPU's, but a row's bits depend on that row and the weight alone.
 //
 // Experts: with `offsets` (i32 [experts + 1], device memory, ascending from 0 to m) rows [offsets[e], offsets[e + 1]) meet w[e] of w [experts, n, k], whose experts
 // lie n * w_stride apart. The host knows m only; a row has the bits of a product with its expert alone. Experts without rows cost nothing.

@@ -61,7 +61,7 @@ GPU_INLINE Vector<e4m3, kEach> encode_each(const float (&v)[kEach], float factor
   }
 #endif
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) codes.v[i] = to_e4m3(v[i] * factor);
+  for (int i = 0; i < kEach; ++i) codes.v[i] = to_e4m3(scaled(v[i], factor));
   return codes;
 }
 

@@ -156,6 +156,7 @@ class Output {
 
   // Rows of the tile from `row` on.
   GPU_INLINE void store(const Tile& tile, int row, const float (&acc)[TileN / 2]) {
+    asm volatile("" : "+r"(t_));  // addresses are worked out here, not ahead of the products, which need the registers
     if (p_.accumulate) return add(tile, row, acc);
     // Where the tile ends with its expert, rows behind it are others'; at the end of all, the map ends too.
     const bool boxes = p_.y_boxes && (p_.offsets == nullptr || row + 64 <= tile.row_end) && row < tile.row_end;

@@ -1,5 +1,5 @@
 // The portable kernels have the CPU's bits: in every form and tile shape, with operands that can be read in chunks and others, strided, accumulating,
-// quantised, by experts.
+// quantised, by experts. Whatever kernels the op takes on this GPU, a row's bits do not depend on the call, and values are the CPU's up to roundings.
 
 #include <gtest/gtest.h>
 
@@ -9,6 +9,7 @@
 
 #include "ops/gpu_testing.h"
 #include "ops/matmul/matmul.h"
+#include "ops/matmul/matmul_cpu.h"
 
 namespace lockstep {
 namespace {
@@ -35,6 +36,27 @@ class MatmulGpu : public ::testing::Test {
     run(cpu_, out.view(), [](ConstTensorView v) { return v; });
     EXPECT_EQ(count_bit_differences(gpu_.get(on_gpu), out), 0);
   }
+  // The portable kernels on the GPU, the op on the CPU.
+  static void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment = 0) {
+    c.on_gpu() ? device::portable::matmul(c, y, x, w, k_segment) : lockstep::matmul(c, y, x, w, k_segment);
+  }
+  static void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate = false) {
+    c.on_gpu() ? device::portable::matmul_backward_input(c, dx, dy, w, accumulate) : lockstep::matmul_backward_input(c, dx, dy, w, accumulate);
+  }
+  static void matmul_backward_weight(Context& c, TensorView dw, ConstTensorView dy, ConstTensorView x) {
+    c.on_gpu() ? device::portable::matmul_backward_weight(c, dw, dy, x) : lockstep::matmul_backward_weight(c, dw, dy, x);
+  }
+  static void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets) {
+    c.on_gpu() ? device::portable::grouped_matmul(c, y, x, w, offsets) : lockstep::grouped_matmul(c, y, x, w, offsets);
+  }
+  static void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets, bool accumulate) {
+    c.on_gpu() ? device::portable::grouped_matmul_backward_input(c, dx, dy, w, offsets, accumulate)
+               : lockstep::grouped_matmul_backward_input(c, dx, dy, w, offsets, accumulate);
+  }
+  static void grouped_matmul_backward_weight(Context& c, TensorView dw, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets) {
+    c.on_gpu() ? device::portable::grouped_matmul_backward_weight(c, dw, dy, x, offsets) : lockstep::grouped_matmul_backward_weight(c, dw, dy, x, offsets);
+  }
+
   CpuContext cpu_;
   testing::Gpu gpu_;
 };
@@ -171,6 +193,62 @@ TEST_F(MatmulGpu, ColumnsOfAQuantisedWeight) {
   const Tensor x = wide_range(2, DType::bf16, {7, 64}), dy = random_tensor(3, DType::f32, {7, 30});
   expect_same(random_tensor(4, DType::bf16, {7, 30}), [&](Context& c, TensorView y, const auto& at) { matmul(c, y, at(x), columns_of(w.view(at), 64, 64)); });
   expect_same(random_tensor(5, DType::f32, {7, 64}), [&](Context& c, TensorView dx, const auto& at) { matmul_backward_input(c, dx, at(dy), columns_of(w.view(at), 64, 64)); });
+}
+
+// The op's own choice of kernels. n = 192 is no multiple of their tiles, k = 256 has two blocks of scales and segments of 128.
+struct Chosen {
+  const char* name;
+  DType x, y;
+  bool quantised;
+};
+const Chosen kChosen[] = {{"f32", DType::f32, DType::f32, false}, {"bf16", DType::bf16, DType::bf16, false}, {"bf16 to f32", DType::bf16, DType::f32, false},
+                          {"fp8", DType::bf16, DType::bf16, true}};
+constexpr int64_t kRows = 70, kN = 192, kK = 256;
+
+TEST_F(MatmulGpu, ARowsBitsDoNotDependOnTheCall) {
+  for (const Chosen& s : kChosen)
+    for (const int64_t segment : {0, 128}) {
+      const QuantWeight q(cpu_, random_tensor(1, DType::f32, {kN, kK}), kFp8Weight, 0, segment);
+      const Tensor w = random_tensor(1, s.x, {kN, kK}), x = random_tensor(2, s.x, {kRows, kK});
+      const auto put = [&](ConstTensorView v) -> ConstTensorView { return gpu_.put(v); };
+      const WeightView weight = s.quantised ? q.view(put) : WeightView{put(w), {}};
+      const ConstTensorView rows = gpu_.put(x);
+      const TensorView all = gpu_.make(s.y, {kRows, kN});
+      lockstep::matmul(gpu_, all, rows, weight, segment);
+      const Tensor expected = gpu_.get(all);
+      for (const auto& [begin, count] : {std::pair<int64_t, int64_t>{0, 1}, {47, 1}, {3, 5}, {20, 40}}) {
+        const TensorView part = gpu_.make(s.y, {count, kN});
+        lockstep::matmul(gpu_, part, rows.slice(begin, count), weight, segment);
+        EXPECT_EQ(count_bit_differences(gpu_.get(part), expected.view().slice(begin, count)), 0) << s.name << " rows " << begin << " + " << count;
+      }
+      // Storage rounds by at most 2^-9 of a value; sums of 256 products by far less.
+      const Tensor on_cpu(s.y, {kRows, kN});
+      lockstep::matmul(cpu_, on_cpu, x, s.quantised ? q.view([](ConstTensorView v) { return v; }) : WeightView{w, {}}, segment);
+      EXPECT_LT(testing::relative_l2(expected, on_cpu), 0x1p-8) << s.name;
+    }
+}
+
+TEST_F(MatmulGpu, ExpertsAndGradientsHaveTheCpusValues) {
+  const Tensor offsets = int_tensor({0, 0, 40, 43, kRows});
+  for (const Chosen& s : kChosen) {
+    const QuantWeight q(cpu_, random_tensor(1, DType::f32, {4, kN, kK}), {DType::e4m3, DType::ue8m0, 64, 128}, kN, 0);
+    const Tensor w = random_tensor(1, s.x, {4, kN, kK}), x = random_tensor(2, s.x, {kRows, kK}), dy = random_tensor(3, DType::f32, {kRows, kN});
+    const auto near = [&](const Tensor& out, const auto& run) {
+      const TensorView on_gpu = gpu_.put(out);
+      run(static_cast<Context&>(gpu_), on_gpu, [&](ConstTensorView v) -> ConstTensorView { return gpu_.put(v); });
+      run(static_cast<Context&>(cpu_), out.view(), [](ConstTensorView v) { return v; });
+      // dy may be rounded to bf16, by 2^-9 of each.
+      EXPECT_LT(testing::relative_l2(gpu_.get(on_gpu), out), 0x1p-8) << s.name;
+    };
+    const auto weight = [&](const auto& at) { return s.quantised ? q.view(at) : WeightView{at(w), {}}; };
+    near(random_tensor(4, s.y, {kRows, kN}), [&](Context& c, TensorView y, const auto& at) { lockstep::grouped_matmul(c, y, at(x), weight(at), at(offsets)); });
+    near(random_tensor(5, DType::f32, {kRows, kK}),
+         [&](Context& c, TensorView dx, const auto& at) { lockstep::grouped_matmul_backward_input(c, dx, at(dy), weight(at), at(offsets), true); });
+    near(random_tensor(5, DType::f32, {kRows, kK}), [&](Context& c, TensorView dx, const auto& at) { lockstep::matmul_backward_input(c, dx, at(dy), weight(at).at(1)); });
+    near(random_tensor(6, DType::f32, {4, kN, kK}),
+         [&](Context& c, TensorView dw, const auto& at) { lockstep::grouped_matmul_backward_weight(c, dw, at(dy), at(x), at(offsets)); });
+    near(random_tensor(6, DType::f32, {kN, kK}), [&](Context& c, TensorView dw, const auto& at) { lockstep::matmul_backward_weight(c, dw, at(dy), at(x)); });
+  }
 }
 
 }  // namespace

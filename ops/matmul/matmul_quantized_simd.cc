@@ -10,6 +10,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/matmul/matmul_quantized_simd.cc"
 #include <hwy/foreach_target.h>
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -108,12 +109,18 @@ HWY_INLINE Vec LoadStep(F32Tag d, const e2m1x2* panel, int64_t i, int v) {  // v
   return hn::ConvertTo(d, hn::PromoteTo(d32, hn::BitCast(s8, hn::TableLookupBytes(table, code))));
 }
 
+// The panels of codes that the next tiles read, fetched from memory while this one computes, as in matmul_simd.cc.
+struct Ahead {
+  const uint8_t* codes;
+  int64_t stride, step;  // bytes
+};
+
 // sum[r, 0..16 * kPanels) over `count` blocks of columns. a: codes of x; a_scale: their scales, a column a block. b points at the first block's
 // first step of its first panel. from_zero starts the sums, otherwise what is there does.
 template <int kRows, int kPanels, typename B>
 void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const float* HWY_RESTRICT a_scale, int64_t a_scale_stride, const B* HWY_RESTRICT b,
           int64_t b_stride, const float* HWY_RESTRICT b_scale, int64_t b_scale_stride, const ColumnBlock* blocks, int64_t count,
-          float* HWY_RESTRICT sum, int64_t sum_stride, bool from_zero) {
+          const Ahead& ahead, float* HWY_RESTRICT sum, int64_t sum_stride, bool from_zero) {
   const F32Tag d;
   constexpr int kLanes = static_cast<int>(kF32Lanes), kPerPanel = static_cast<int>(kLaneVectors);
   constexpr int kVectors = kPanels * kPerPanel;
@@ -136,12 +143,17 @@ void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const float* HWY_RESTRI
         for (int v = 0; v < kVectors; ++v) acc[r][v] = hn::MulAdd(av, bv[v], acc[r][v]);
       }
     };
+    const auto fetch = [&](int64_t i) {
+#pragma GCC unroll 16
+      for (int p = 0; p < kPanels; ++p) hwy::Prefetch(ahead.codes + p * ahead.stride + i * ahead.step);
+    };
     int64_t i = blocks[block].begin - first;  // even wherever codes are two a byte
     const int64_t end = blocks[block].end - first;
     if constexpr (std::is_same_v<B, e4m3> && kPerPanel == 1) {  // two steps of a panel are decoded at once
       const hn::Repartition<int16_t, F32Tag> d16;
       const hn::Rebind<hwy::float16_t, F32Tag> half;
-      for (; i + 2 <= end; i += 2)
+      for (; i + 2 <= end; i += 2) {
+        fetch(i);
 #pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) {
           const auto two = DecodeE4m3ToHalf(d16, b + v * b_stride + i * kPanelWidth);
@@ -152,8 +164,10 @@ void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const float* HWY_RESTRI
             acc[r][v] = hn::MulAdd(hn::Set(d, a[r * a_stride + i + 1]), odd, acc[r][v]);
           }
         }
+      }
     }
     for (; i + 2 <= end; i += 2) {
+      fetch(i);
       step.template operator()<0>(i);
       step.template operator()<1>(i + 1);
     }
@@ -173,8 +187,8 @@ void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const float* HWY_RESTRI
 }
 
 template <typename B>
-using TileFunction = void (*)(const float*, int64_t, const float*, int64_t, const B*, int64_t, const float*, int64_t, const ColumnBlock*, int64_t, float*,
-                              int64_t, bool);
+using TileFunction = void (*)(const float*, int64_t, const float*, int64_t, const B*, int64_t, const float*, int64_t, const ColumnBlock*, int64_t, const Ahead&,
+                              float*, int64_t, bool);
 
 template <int kRows, int kPanels, typename B>
 constexpr TileFunction<B> tile_function() {
@@ -273,12 +287,15 @@ void RunBlock(const QuantizedProduct& s, const QuantizedProblem& p, const Scratc
         const int log2_panels = std::countr_zero(static_cast<uint64_t>(panels));
         float* sums = scratch.sum + (q - chunk) * kPanelWidth;
         const B* codes = reinterpret_cast<const B*>(p.panels + q * s.panel_stride) + k0 / kStepsAByte * kPanelWidth;
+        const bool last = q + panels == chunk_end;  // of this chunk at k0
+        const Ahead ahead{p.panels + (last && k1 < K ? chunk : q + panels) * s.panel_stride + (!last ? k0 : k1 < K ? k1 : 0) / kStepsAByte * kPanelWidth, s.panel_stride,
+                          kPanelWidth / kStepsAByte};
         const float* scales = p.panel_scales + q * s.panel_scale_stride + b0 * kPanelWidth;
         const auto run_tiles = [&]<typename Right>(const Right* right, int64_t right_stride) {
           for (int64_t t = tile0; t < tile1; ++t) {
             const int64_t first = tile_row(p.m, tiles, t) - row0, tile_rows = tile_row(p.m, tiles, t + 1) - row0 - first;
             kTiles<Right>[tile_rows - 1][log2_panels](scratch.a + first * kLeftStride, kLeftStride, scratch.a_scale + first * kBlocksMax, kBlocksMax, right,
-                                                      right_stride, scales, s.panel_scale_stride, blocks, b1 - b0, sums + first * stride, stride,
+                                                      right_stride, scales, s.panel_scale_stride, blocks, b1 - b0, ahead, sums + first * stride, stride,
                                                       chain_begins);
           }
         };

@@ -5,7 +5,9 @@
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ops/matmul/matmul.h"
@@ -234,6 +236,33 @@ TEST(QuantizedMatmul, GroupedRowsHaveTheBitsOfTheirExpertAlone) {
       }
     }
   });
+}
+
+// Rows of the unit matrix pick single numbers out of a product: 1 is a power of two, which E4M3 has.
+TEST(QuantizedMatmul, UnpackedPanelsAreWhatTheProductSees) {
+  CpuContext c(2);
+  for (const DType t : {DType::f32, DType::bf16, DType::e4m3, DType::e2m1x2})
+    for (const auto& [n, k, period] : {std::tuple{37, 150, 0}, {20, 129, 10}, {16, 300, 0}}) {
+      SCOPED_TRACE(fmt::format("{} {} x {}", dtype_name(t), n, k));
+      const bool codes = t == DType::e4m3 || t == DType::e2m1x2;
+      const Tensor w = wide_range(21, codes ? DType::f32 : t, {3, n, k});
+      Tensor panels(t, panel_shape(w.view().shape));
+      WeightView view{w, panels};
+      std::optional<QuantWeight> q;
+      if (codes) {
+        view = q.emplace(c, w, t == DType::e4m3 ? kFp8Weight : kFp4, n, t == DType::e4m3 ? period : 0).view;
+      } else {
+        pack_panels(c, panels, w);
+      }
+      Tensor unpacked(DType::f32, {3, n, k}), unit(DType::bf16, {k, k}), seen(DType::f32, {k, n});
+      unpack_panels(c, unpacked, view);
+      for (int64_t i = 0; i < k; ++i) unit.set(i * k + i, 1);
+      for (int64_t e = 0; e < 3; ++e) {
+        matmul(c, seen, unit, view.at(e), t == DType::e4m3 ? period : 0);
+        for (int64_t i = 0; i < n; ++i)
+          for (int64_t j = 0; j < k; ++j) ASSERT_EQ(unpacked.view().at(e).row<float>(i)[j], seen.view().row<float>(j)[i]) << e << " " << i << " " << j;
+      }
+    }
 }
 
 // The straight-through gradient is the plain one with the numbers that the codes stand for.

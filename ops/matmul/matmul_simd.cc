@@ -3,6 +3,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/matmul/matmul_simd.cc"
 #include <hwy/foreach_target.h>
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -65,9 +66,10 @@ constexpr int max_panels(int64_t rows) {
   return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 }
 
-// c[r, 0..16 * kPanels) over k steps. b points at step 0 of its first panel. from_zero starts the chains, otherwise c does.
+// c[r, 0..16 * kPanels) over k steps. b points at step 0 of its first panel. from_zero starts the chains, otherwise c does. `next` is where the tile after
+// this one finds its panels: they come from memory while this one computes, which a few rows' streams of b are too few to make the hardware do.
 template <int kRows, int kPanels, Left kLeft, typename B>
-void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const B* HWY_RESTRICT b, int64_t b_stride, int64_t k,
+void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const B* HWY_RESTRICT b, int64_t b_stride, const B* next, int64_t k,
           float* HWY_RESTRICT c, int64_t c_stride, bool from_zero) {
   const F32Tag d;
   constexpr int kLanes = static_cast<int>(kF32Lanes), kPerPanel = static_cast<int>(kLaneVectors);
@@ -78,18 +80,26 @@ void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const B* HWY_RESTRICT b
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) acc[r][v] = from_zero ? hn::Zero(d) : hn::LoadU(d, c + r * c_stride + v * kLanes);
 
-  for (int64_t i = 0; i < k; ++i) {
-    Vec bv[kVectors];
+  // The first k / kPanels steps fetch the next tile's first panel, and so on.
+  constexpr int kLine = 64 / sizeof(B), kStepFetch = kPanels * static_cast<int>(kPanelWidth);
+  for (int part = 0; part < kPanels; ++part) {
+    const B* fetch = next + part * b_stride;
+    for (int64_t i = part * k / kPanels, end = (part + 1) * k / kPanels; i < end; ++i) {
+#pragma GCC unroll 8
+      for (int line = 0; line < kStepFetch; line += kLine) hwy::Prefetch(fetch + line);
+      fetch += kStepFetch;
+      Vec bv[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) bv[v] = LoadF32(d, b + (v / kPerPanel) * b_stride + (v % kPerPanel) * kLanes);
+      for (int v = 0; v < kVectors; ++v) bv[v] = LoadF32(d, b + (v / kPerPanel) * b_stride + (v % kPerPanel) * kLanes);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const Vec av = hn::Set(d, kLeft == Left::columns ? a[r] : a[r * a_stride]);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec av = hn::Set(d, kLeft == Left::columns ? a[r] : a[r * a_stride]);
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = hn::MulAdd(av, bv[v], acc[r][v]);
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = hn::MulAdd(av, bv[v], acc[r][v]);
+      }
+      a += kLeft == Left::columns ? a_stride : 1;
+      b += kPanelWidth;
     }
-    a += kLeft == Left::columns ? a_stride : 1;
-    b += kPanelWidth;
   }
 
 #pragma GCC unroll 16
@@ -99,7 +109,7 @@ void Tile(const float* HWY_RESTRICT a, int64_t a_stride, const B* HWY_RESTRICT b
 }
 
 template <typename B>
-using TileFunction = void (*)(const float*, int64_t, const B*, int64_t, int64_t, float*, int64_t, bool);
+using TileFunction = void (*)(const float*, int64_t, const B*, int64_t, const B*, int64_t, float*, int64_t, bool);
 
 template <int kRows, int kPanels, Left kLeft, typename B>
 constexpr TileFunction<B> tile_function() {
@@ -219,7 +229,7 @@ LeftBlock PrepareLeft(const Product& s, const Problem& p, int64_t tiles, int64_t
 }
 
 template <Left kLeft, typename B>
-HWY_INLINE void RunTiles(const LeftBlock& a, const B* b, int64_t b_stride, int64_t k, float* c, int64_t c_stride,
+HWY_INLINE void RunTiles(const LeftBlock& a, const B* b, int64_t b_stride, const B* next, int64_t k, float* c, int64_t c_stride,
                          bool from_zero, int64_t m, int64_t tiles, int64_t tile0, int64_t tile1, int64_t panels) {
   const int log2_panels = std::countr_zero(static_cast<uint64_t>(panels));
   const int64_t row0 = tile_row(m, tiles, tile0);
@@ -228,7 +238,7 @@ HWY_INLINE void RunTiles(const LeftBlock& a, const B* b, int64_t b_stride, int64
     const float* left = a.tile_stride > 0 ? a.data + (t - tile0) * a.tile_stride
                                           : a.data + (first - row0) * (kLeft == Left::columns ? 1 : a.stride);
     float* out = c + (first - row0) * c_stride;
-    kTiles<kLeft, B>[rows - 1][log2_panels](left, a.stride, b, b_stride, k, out, c_stride, from_zero);
+    kTiles<kLeft, B>[rows - 1][log2_panels](left, a.stride, b, b_stride, t == tile0 ? next : b, k, out, c_stride, from_zero);
   }
 }
 
@@ -262,14 +272,16 @@ void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_
             Convert(c_f32 + (row0 + r) * s.c_stride + column, chains + r * chains_stride, columns);
         const bool from_zero = chain_begins && !s.accumulate;
 
-        const auto tiles_with = [&]<Left kLeft, typename B>(const B* right, int64_t right_stride) {
-          RunTiles<kLeft>(left, right, right_stride, k, chains, chains_stride, from_zero, p.m, tiles, tile0, tile1, panels);
+        const auto tiles_with = [&]<Left kLeft, typename B>(const B* right, int64_t right_stride, const B* next) {
+          RunTiles<kLeft>(left, right, right_stride, next, k, chains, chains_stride, from_zero, p.m, tiles, tile0, tile1, panels);
         };
         if (s.right == Right::panels) {
+          const bool last = q + panels == chunk_end;  // of this chunk at k0
           const int64_t at = q * s.b_stride + k0 * kPanelWidth;
-          if (s.b_dtype == DType::f32)
-            tiles_with.template operator()<Left::rows>(static_cast<const float*>(p.b) + at, s.b_stride);
-          else tiles_with.template operator()<Left::rows>(static_cast<const bf16*>(p.b) + at, s.b_stride);
+          const int64_t next = last && k1 < p.k ? chunk * s.b_stride + k1 * kPanelWidth : (q + panels) * s.b_stride + (last ? 0 : k0 * kPanelWidth);
+          const auto panels_of = [&]<typename B>(const B* b) { tiles_with.template operator()<Left::rows>(b + at, s.b_stride, b + next); };
+          if (s.b_dtype == DType::f32) panels_of(static_cast<const float*>(p.b));
+          else panels_of(static_cast<const bf16*>(p.b));
         } else {
           const int64_t packed = (q - chunk) % kPackedPanels;
           if (packed == 0) {
@@ -278,8 +290,8 @@ void RunBlock(const Product& s, const Problem& p, const Scratch& scratch, int64_
             else PackRows(static_cast<const bf16*>(p.b) + at, s.b_stride, s.n, q, count, k, scratch.b);
           }
           const float* right = scratch.b + packed * k * kPanelWidth;
-          if (s.left == Left::rows) tiles_with.template operator()<Left::rows>(right, k * kPanelWidth);
-          else tiles_with.template operator()<Left::columns>(right, k * kPanelWidth);
+          if (s.left == Left::rows) tiles_with.template operator()<Left::rows>(right, k * kPanelWidth, right);
+          else tiles_with.template operator()<Left::columns>(right, k * kPanelWidth, right);
         }
         if (direct) continue;
 

@@ -224,6 +224,9 @@ TEST(Matmul, PanelsHoldTheRows) {
           reference::pack_panels(expected, rows);
           pack_panels(c, panels, rows);
           ASSERT_EQ(count_bit_differences(panels, expected), 0) << target << " " << shape.str();
+          Tensor back = random_tensor(18, t, shape);
+          unpack_panels(c, back, panels);
+          ASSERT_EQ(count_bit_differences(back, rows), 0) << shape.str();
           const bool grouped = shape.rank == 3;
           const int64_t experts = grouped ? shape[0] : 1, n = shape[grouped], k = shape[grouped + 1];
           for (int64_t e = 0; e < experts; ++e)

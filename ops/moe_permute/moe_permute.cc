@@ -39,7 +39,7 @@ void moe_plan(Context& c, TensorView offsets, TensorView row_token, TensorView s
   check_shape("moe_plan", "slot_row", slot_row, DType::i32, ids.shape);
   CHECK(row_token.contiguous(), "moe_plan: row_token has stride {}", row_token.row_stride);
   CHECK(ids.shape.elements() <= INT32_MAX, "moe_plan: {} rows do not fit i32", ids.shape.elements());
-  reference::moe_plan(c, offsets, row_token, slot_row, ids);
+  c.on_gpu() ? device::moe_plan(c, offsets, row_token, slot_row, ids) : reference::moe_plan(c, offsets, row_token, slot_row, ids);
 }
 
 void moe_gather(Context& c, TensorView rows, ConstTensorView x, ConstTensorView row_token) {
@@ -47,7 +47,7 @@ void moe_gather(Context& c, TensorView rows, ConstTensorView x, ConstTensorView 
   check_rank2("moe_gather", "x", x);
   check_shape("moe_gather", "rows", rows, x.dtype, {row_token.rows(), x.dim(1)});
   check_shape("moe_gather", "row_token", row_token, DType::i32, {row_token.rows()});
-  reference::moe_gather(c, rows, x, row_token);
+  c.on_gpu() ? device::moe_gather(c, rows, x, row_token) : reference::moe_gather(c, rows, x, row_token);
 }
 
 void moe_combine(Context& c, TensorView y, ConstTensorView rows, ConstTensorView slot_row, ConstTensorView shared) {
@@ -58,7 +58,7 @@ void moe_combine(Context& c, TensorView y, ConstTensorView rows, ConstTensorView
   check_shape("moe_combine", "rows", rows, rows.dtype, {slot_row.shape.elements(), rows.dim(1)});
   check_shape("moe_combine", "y", y, rows.dtype, {slot_row.rows(), rows.dim(1)});
   check_shape("moe_combine", "shared", shared, rows.dtype, {slot_row.rows(), rows.dim(1)});
-  reference::moe_combine(c, y, rows, slot_row, shared);
+  c.on_gpu() ? device::moe_combine(c, y, rows, slot_row, shared) : reference::moe_combine(c, y, rows, slot_row, shared);
 }
 
 void moe_gather_backward(Context& c, TensorView dx_accum, ConstTensorView drows, ConstTensorView slot_row) {
@@ -67,17 +67,17 @@ void moe_gather_backward(Context& c, TensorView dx_accum, ConstTensorView drows,
   check_shape("moe_gather_backward", "slot_row", slot_row, DType::i32, slot_row.shape);
   check_shape("moe_gather_backward", "drows", drows, DType::f32, {slot_row.shape.elements(), drows.dim(1)});
   check_shape("moe_gather_backward", "dx_accum", dx_accum, DType::f32, {slot_row.rows(), drows.dim(1)});
-  reference::moe_gather_backward(c, dx_accum, drows, slot_row);
+  c.on_gpu() ? device::moe_gather_backward(c, dx_accum, drows, slot_row) : reference::moe_gather_backward(c, dx_accum, drows, slot_row);
 }
 
 void moe_spread(Context& c, TensorView row_value, ConstTensorView value, ConstTensorView slot_row) {
   check_values("moe_spread", value, row_value, slot_row);
-  reference::moe_spread(c, row_value, value, slot_row);
+  c.on_gpu() ? device::moe_spread(c, row_value, value, slot_row) : reference::moe_spread(c, row_value, value, slot_row);
 }
 
 void moe_collect(Context& c, TensorView value, ConstTensorView row_value, ConstTensorView slot_row) {
   check_values("moe_collect", value, row_value, slot_row);
-  reference::moe_collect(c, value, row_value, slot_row);
+  c.on_gpu() ? device::moe_collect(c, value, row_value, slot_row) : reference::moe_collect(c, value, row_value, slot_row);
 }
 
 }  // namespace lockstep

@@ -62,7 +62,7 @@ template <typename Code, typename T>
 GPU_INLINE void write_codes(uint8_t* row, int64_t at, const Elements<T>& x, int count, float inverse, bool aligned) {
   Elements<uint8_t> codes = {};
   for (int i = 0; i < kPiece; ++i)
-    if (i < count) codes.v[i] = encode<Code>(to_f32(x.v[i]) * inverse);
+    if (i < count) codes.v[i] = encode<Code>(scaled(to_f32(x.v[i]), inverse));
   if constexpr (kPacked<Code>) {
     Vector<uint8_t, kPiece / 2> pairs;
     for (int i = 0; i < kPiece / 2; ++i) pairs.v[i] = static_cast<uint8_t>(codes.v[2 * i] | codes.v[2 * i + 1] << 4);
@@ -158,20 +158,28 @@ GPU_INLINE uint8_t code_at(const uint8_t* row, int64_t k) {
   else return row[k];
 }
 
+template <typename Code>
+GPU_INLINE Elements<uint8_t> load_codes(const uint8_t* row, int64_t at, int count, bool aligned) {
+  if constexpr (!kPacked<Code>) return load(row + at, count, aligned);
+  Elements<uint8_t> e = {};
+  if (aligned && count == kPiece) {
+    const auto pairs = *reinterpret_cast<const Vector<uint8_t, kPiece / 2>*>(row + at / 2);
+    for (int k = 0; k < kPiece; ++k) e.v[k] = static_cast<uint8_t>(pairs.v[k / 2] >> (k % 2 * 4) & 15);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k)
+      if (k < count) e.v[k] = code_at<Code>(row, at + k);
+  }
+  return e;
+}
+
 template <typename Code, typename T>
 GPU_KERNEL dequantize_kernel(T* y, int64_t y_stride, Codes codes, Scales scales, int64_t block_rows, int64_t block_cols, Matrix m) {
   const Piece p = piece_of_thread(m.rows, m.cols);
   if (p.count == 0) return;
   const uint8_t* const row = codes.data + p.row * codes.stride;
   const int64_t i = p.row / block_rows, first = p.at / block_cols, last = (p.at + p.count - 1) / block_cols;
-  Elements<uint8_t> e = {};
-  if constexpr (kPacked<Code>) {
-#pragma unroll
-    for (int k = 0; k < kPiece; ++k)
-      if (k < p.count) e.v[k] = code_at<Code>(row, p.at + k);
-  } else {
-    e = load(row + p.at, p.count, m.aligned);
-  }
+  const Elements<uint8_t> e = load_codes<Code>(row, p.at, p.count, m.aligned);
   Elements<T> out;
   float scale = read_scale(scales, i, first);
   for (int k = 0; k < kPiece; ++k) {
@@ -184,20 +192,27 @@ GPU_KERNEL dequantize_kernel(T* y, int64_t y_stride, Codes codes, Scales scales,
 
 // Counts of one thread block each: saturated, underflowed, non-finite.
 inline constexpr int kCounts = 3;
-inline constexpr int64_t kCountBlocks = 512;  // at most
+inline constexpr int64_t kCountBlocks = 1024;  // at most
 
 template <typename Code, typename T>
 GPU_KERNEL quant_stats_kernel(int64_t* counts, Codes codes, Scales scales, const T* x, int64_t x_stride, int64_t block_rows, int64_t block_cols, Matrix m) {
   SharedMemory memory;
   const auto shared = memory.take<int64_t>(kCounts * kTileThreads / kWave);
   int64_t count[kCounts] = {};
-  for (int64_t n = static_cast<int64_t>(block_x()) * kTileThreads + thread_x(); n < m.rows * m.cols; n += static_cast<int64_t>(grid_dim()) * kTileThreads) {
-    const int64_t r = n / m.cols, k = n - r * m.cols;
-    const QuantStats s = quant_stats_of<Code>(to_f32(x[r * x_stride + k]), read_scale(scales, r / block_rows, k / block_cols),
-                                              code_at<Code>(codes.data + r * codes.stride, k));
-    count[0] += s.saturated;
-    count[1] += s.underflowed;
-    count[2] += s.nonfinite;
+  for (int64_t at = static_cast<int64_t>(block_x()) * kTileThreads + thread_x();; at += static_cast<int64_t>(grid_dim()) * kTileThreads) {
+    const Piece p = piece_at(at, m.rows, m.cols, m.cols);
+    if (p.count == 0) break;
+    const Elements<T> e = load(x + p.row * x_stride + p.at, p.count, m.aligned);
+    const Elements<uint8_t> c = load_codes<Code>(codes.data + p.row * codes.stride, p.at, p.count, m.aligned);
+    const int64_t i = p.row / block_rows, first = p.at / block_cols, last = (p.at + p.count - 1) / block_cols;
+    float scale = read_scale(scales, i, first);
+    for (int k = 0; k < kPiece; ++k) {
+      if (first != last && k < p.count) scale = read_scale(scales, i, (p.at + k) / block_cols);
+      const QuantStats s = quant_stats_of<Code>(to_f32(e.v[k]), scale, c.v[k]);  // nothing for the zeros past the count
+      count[0] += s.saturated;
+      count[1] += s.underflowed;
+      count[2] += s.nonfinite;
+    }
   }
   for (int s = 0; s < kCounts; ++s) {
     for (int width = kWave / 2; width >= 1; width /= 2) count[s] += shuffle_xor(count[s], width);
@@ -211,8 +226,8 @@ GPU_KERNEL quant_stats_kernel(int64_t* counts, Codes codes, Scales scales, const
 }
 
 // One block of `to` a thread block, by the rule of reference::recode_block.
-GPU_KERNEL recode_kernel(Codes to, Scales to_scales, uint8_t* lossy, int64_t lossy_stride, int64_t block_rows, int64_t block_cols, Codes from, Scales from_scales,
-                         int64_t sub_cols, Matrix m) {
+GPU_KERNEL recode_kernel(Codes to, Scales to_scales, uint8_t* lossy, int64_t lossy_stride, int64_t block_rows, int64_t block_cols, Codes from,
+                         Scales from_scales, int64_t sub_cols, Matrix m) {
   SharedMemory memory;
   const auto shared = memory.take<uint32_t>(2 * kTileThreads / kWave);
   const int64_t blocks = (m.cols + block_cols - 1) / block_cols, i = block_x() / blocks, j = block_x() - i * blocks;
@@ -283,8 +298,8 @@ void quantize_as(Context& c, const QuantView& q, const ConstTensorView& x, float
   if (q.block_rows == 1 && q.block_cols == 128) return rows(quantize_rows_kernel<Code, T, 16>);
   if (q.block_rows == 1 && q.block_cols == 64) return rows(quantize_rows_kernel<Code, T, 8>);
   if (q.block_rows == 1 && q.block_cols == 32) return rows(quantize_rows_kernel<Code, T, 4>);
-  launch(c, "quantize_tiles", {.blocks = q.scales.shape.elements(), .threads = kTileThreads, .shared_bytes = kTileShared}, quantize_tiles_kernel<Code, T>, codes,
-         scales, x.ptr<T>(), x.row_stride, q.block_rows, q.block_cols, m, amax_floor, given_scales);
+  launch(c, "quantize_tiles", {.blocks = q.scales.shape.elements(), .threads = kTileThreads, .shared_bytes = kTileShared}, quantize_tiles_kernel<Code, T>,
+         codes, scales, x.ptr<T>(), x.row_stride, q.block_rows, q.block_cols, m, amax_floor, given_scales);
 }
 
 }  // namespace
@@ -304,8 +319,8 @@ void dequantize(Context& c, TensorView y, ConstQuantView q) {
 
 QuantStats quant_stats(Context& c, ConstQuantView q, ConstTensorView x) {
   ArenaScope scope(*c.workspace);
-  const Matrix m{x.rows(), x.dim(1), false};
-  const int64_t blocks = std::min(kCountBlocks, blocks_for(m.rows * m.cols, kTileThreads));
+  const Matrix m{x.rows(), x.dim(1), all_aligned(x, q.codes)};
+  const int64_t blocks = std::min(kCountBlocks, blocks_for(m.rows * blocks_for(m.cols, kPiece), kTileThreads));
   const TensorView counts = c.workspace->tensor(DType::i64, {blocks, kCounts}, "quantize counts");
   with_types(q.codes.dtype, x.dtype, [&]<typename Code, typename T>(Code, T) {
     launch(c, "quant_stats", {.blocks = blocks, .threads = kTileThreads, .shared_bytes = kCounts * kTileThreads / kWave * sizeof(int64_t)},

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "core/rng.h"
 #include "ops/fixed_math.h"
 #include "ops/logprob/logprob.h"
 
@@ -25,20 +24,17 @@ int32_t argmax(const float* x, int64_t n) {
   return static_cast<int32_t>(best);
 }
 
-// Index in [0, n) drawn with probability proportional to weight(i).
-template <typename Weight>
-int64_t draw(int64_t n, Weight weight, const SampleParams& p) {
-  const float u = uniform_open(philox(p.seed, RngPurpose::sample, p.prompt_id, p.sample_idx, p.position)[0]);
-  double total = 0.0;
-  for (int64_t i = 0; i < n; ++i) total += static_cast<double>(weight(i));
-  // The same additions again, up to the point drawn: cheaper than keeping all the sums.
-  const double threshold = static_cast<double>(u) * total;
-  double running = 0.0;
+// Index in [0, n) drawn with probability proportional to e(i).
+template <typename E>
+int64_t draw(int64_t n, E e, const SampleParams& p) {
+  uint64_t total = 0, running = 0;
+  for (int64_t i = 0; i < n; ++i) total += sample_weight(e(i));
+  const double threshold = static_cast<double>(uniform_of(p)) * static_cast<double>(total);
   for (int64_t i = 0; i < n; ++i) {
-    running += static_cast<double>(weight(i));
-    if (running > threshold) return i;
+    running += sample_weight(e(i));
+    if (static_cast<double>(running) > threshold) return i;
   }
-  return n - 1;  // NaN among the weights
+  return n - 1;  // nothing has weight
 }
 
 // Filters take a set of n ids, ascending, and leave the kept ones at the front, ascending; they return how many.
@@ -52,16 +48,15 @@ int64_t keep_top_k(int32_t* ids, int64_t n, int64_t k, const float* y) {
 
 // A heap gives the ids in order of probability, as many as needed: the nucleus is mostly far smaller than the vocabulary.
 int64_t keep_top_p(int32_t* ids, int64_t n, float top_p, const float* y, const float* e) {
-  double total = 0.0;
-  for (int64_t i = 0; i < n; ++i) total += static_cast<double>(e[ids[i]]);
+  uint64_t total = 0, mass = 0;
+  for (int64_t i = 0; i < n; ++i) total += sample_weight(e[ids[i]]);
   const auto after = [&](int32_t a, int32_t b) { return y[a] < y[b] || (y[a] == y[b] && a > b); };
-  const double wanted = static_cast<double>(top_p) * total;
-  double mass = 0.0;
+  const double wanted = static_cast<double>(top_p) * static_cast<double>(total);
   int64_t rest = n;
   std::make_heap(ids, ids + n, after);
-  while (rest > 0 && (rest == n || !(mass >= wanted))) {
+  while (rest > 0 && (rest == n || static_cast<double>(mass) < wanted)) {
     std::pop_heap(ids, ids + rest, after);
-    mass += static_cast<double>(e[ids[--rest]]);
+    mass += sample_weight(e[ids[--rest]]);
   }
   std::sort(ids + rest, ids + n);
   std::copy(ids + rest, ids + n, ids);
@@ -77,10 +72,9 @@ int64_t keep_min_p(int32_t* ids, int64_t n, float min_p, const float* e) {
 
 void sample_row(int32_t* token, float* logprob, const float* logits, int64_t vocab, const SampleParams& p, const Scratch& s,
                 ExpRow exponentials) {
-  const bool greedy = p.temperature == 0.0f;
-  const float temperature = greedy ? 1.0f : p.temperature;
-  const bool truncates = !greedy && ((p.top_k > 0 && p.top_k < vocab) || p.top_p < 1.0f || p.min_p > 0.0f);
-  if (!truncates && p.forbid < 0) {
+  const bool greedy = is_greedy(p), filtered = truncates(p, vocab);
+  const float temperature = temperature_of(p);
+  if (!filtered && p.forbid < 0) {
     const RowStats stats = row_stats(logits, vocab, temperature);
     if (greedy) {
       *token = argmax(logits, vocab);
@@ -104,7 +98,7 @@ void sample_row(int32_t* token, float* logprob, const float* logits, int64_t voc
     if (y > max) max = y;
   }
   exponentials(s.e, logits, vocab, temperature, max);
-  if (truncates) {
+  if (filtered) {
     if (p.top_k > 0) n = keep_top_k(s.ids, n, p.top_k, s.y);
     if (p.top_p < 1.0f) n = keep_top_p(s.ids, n, p.top_p, s.y, s.e);
     if (p.min_p > 0.0f) n = keep_min_p(s.ids, n, p.min_p, s.e);

@@ -1,0 +1,408 @@
+// The products and gradients of matmul_gpu.h on CDNA4's matrix units.
+//
+// A block makes a tile of the result; a wave kWaveM x kWaveN squares of 32 x 32 of it. Steps of 128 bytes along the contraction go from memory to registers while the
+// step before is multiplied, then to the other half of shared memory, so that one barrier a step is enough. Operands that lie across the contraction (w in dx = dy . w,
+// both in dw = dy^T . x) are transposed on that way, in squares of 8 x 8.
+//
+// Row contract: an element is one chain of instructions, K ascending (16 a time in bf16; in E4M3 64, promoted to f32 every 128), whatever the tile.
+//
+// Floor: 2 M N K operations over the tensor peak (2.3e15 bf16 a second, twice that E4M3); for small M, the bytes of w over the memory's rate.
+
+#include "core/formats.h"
+#include "core/gpu_cdna4.h"
+#include "ops/matmul/matmul_gpu.h"
+
+namespace lockstep::gpu {
+
+namespace {
+
+using cdna4::Float16;
+
+constexpr int kStepBytes = 128, kUnit = 16, kUnits = kStepBytes / kUnit;  // of a row of an operand's tile
+
+// Waves along rows and columns of the tile, squares of a wave along them; whether operands lie across the contraction, whether it has segments, whether experts cut it.
+template <typename T, int WavesM, int WavesN, int WaveM, int WaveN, bool AAcross = false, bool BAcross = false, bool CutK = false>
+struct Shape {
+  using Element = T;
+  static constexpr int kWavesM = WavesM, kWavesN = WavesN, kWaveM = WaveM, kWaveN = WaveN, kM = 32 * WavesM * WaveM, kN = 32 * WavesN * WaveN;
+  static constexpr int kThreads = 64 * WavesM * WavesN, kStep = kStepBytes / static_cast<int>(sizeof(T));
+  static constexpr bool kAAcross = AAcross, kBAcross = BAcross, kCutK = CutK, kFp8 = sizeof(T) == 1;
+  static constexpr size_t kSharedBytes = size_t{2} * (kM + kN) * kStepBytes;
+};
+
+struct Operand {
+  const void* data;
+  int64_t stride, slab;  // elements between rows, between experts
+  int rows;              // of the result that it makes: what lies beyond counts as zero
+};
+struct Problem {
+  Operand a, b;
+  int k, tiles_m, tiles_n, experts;  // k: of all experts where they cut it; tiles_m: unused where they cut the rows
+  const int32_t* offsets;
+  int k_segment;
+  void* y;
+  int64_t y_stride, y_slab;
+  bool y_is_f32, accumulate;
+  const float* a_scale;
+  const ue8m0* b_scale;
+  int64_t a_scale_stride, b_scale_stride;
+};
+struct Tile {
+  bool there;
+  int expert, row, row_end, column, k_begin, k_end;
+};
+
+// Tile i, if there are so many. Every lane of the wave has the same answer.
+template <typename S>
+GPU_INLINE Tile find_tile(const Problem& p, int i) {
+  Tile t = {true, 0, 0, p.a.rows, 0, 0, p.k};
+  int tiles_m = p.tiles_m, base = 0;
+  if constexpr (S::kCutK) {
+    t.expert = i / (tiles_m * p.tiles_n);
+    i -= t.expert * tiles_m * p.tiles_n;
+    if (p.offsets != nullptr) {
+      t.k_begin = p.offsets[t.expert];
+      t.k_end = p.offsets[t.expert + 1];
+    }
+  } else if (p.offsets != nullptr) {
+    // Each lane counts the tiles of neighbouring experts; the lane that has tile i tells which expert's it is.
+    const auto tiles_of = [&](int e) { return (p.offsets[e + 1] - p.offsets[e] + S::kM - 1) / S::kM * p.tiles_n; };
+    const int each = (p.experts + kWave - 1) / kWave, begin = lane() * each, end = begin + each < p.experts ? begin + each : p.experts;
+    int mine = 0;
+    for (int e = begin; e < end; ++e) mine += tiles_of(e);
+    int sum = mine;
+    for (int d = 1; d < kWave; d *= 2) {
+      const int left = shuffle(sum, (lane() - d) & (kWave - 1));
+      if (lane() >= d) sum += left;
+    }
+    const uint64_t has = ballot(sum - mine <= i && i < sum);
+    if (has == 0) return {};
+    const int owner = __builtin_ctzll(has);
+    i -= shuffle(sum - mine, owner);
+    int e = owner * each;
+    for (int tiles = tiles_of(e); i >= tiles; tiles = tiles_of(++e)) i -= tiles;
+    t.expert = e;
+    base = p.offsets[e];
+    t.row_end = p.offsets[e + 1];
+    tiles_m = (t.row_end - base + S::kM - 1) / S::kM;
+  }
+  constexpr int kGroupM = 8;  // tiles in flight share both operands in the cache
+  const int band = kGroupM * p.tiles_n, first = i / band * kGroupM, rows = tiles_m - first < kGroupM ? tiles_m - first : kGroupM;
+  t.row = base + (first + i % band % rows) * S::kM;
+  t.column = i % band / rows * S::kN;
+  return t;
+}
+
+// Where unit u (16 bytes along the contraction) of a row lies in its tile: eight neighbouring rows, and every eighth row, use different banks.
+GPU_INLINE int place(int row, int u) { return row * kStepBytes + (u ^ ((row ^ row >> 3) & 7)) * kUnit; }
+
+// 16 bytes as words, which stay in registers.
+using Words = Vector<uint32_t, 4>;
+
+// n of a unit's elements from `from`; the rest is zero.
+template <typename T>
+GPU_INLINE Words load_unit(const T* from, int n) {
+  constexpr int kEach = kUnit / sizeof(T), kAWord = 4 / sizeof(T);
+  if (n >= kEach) return *reinterpret_cast<const Words*>(from);
+  Words v;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    v.v[w] = 0;
+#pragma unroll
+    for (int i = 0; i < kAWord; ++i)
+      if (w * kAWord + i < n) v.v[w] |= static_cast<uint32_t>(from[w * kAWord + i].bits) << (32 / kAWord * i);
+  }
+  return v;
+}
+template <typename T>
+GPU_INLINE void put_unit(Shared<T> to, int row, int u, const Words& v) {
+  to.store_vector(place(row, u) / static_cast<int>(sizeof(T)), __builtin_bit_cast(Vector<T, static_cast<int>(kUnit / sizeof(T))>, v));
+}
+
+// One operand's part of a step, on its way from memory (`fetch`) to shared memory (`put`). Rows: of the tile.
+template <typename S, int Rows, bool Across>
+struct Staged;
+template <typename S, int Rows>
+struct Staged<S, Rows, false> {
+  using T = typename S::Element;
+  static constexpr int kEach = kUnit / sizeof(T), kCount = Rows * kUnits / S::kThreads;
+  static_assert(Rows * kUnits % S::kThreads == 0);
+  Words unit[kCount];
+  GPU_INLINE void fetch(const Operand& o, int slab, int row, int row_end, int k, int k_end) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int at = i * S::kThreads + thread_x(), m = row + at / kUnits, l = k + at % kUnits * kEach;
+      unit[i] = load_unit(static_cast<const T*>(o.data) + slab * o.slab + m * o.stride + l, m < row_end ? k_end - l : 0);
+    }
+  }
+  GPU_INLINE void put(Shared<T> to) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int at = i * S::kThreads + thread_x();
+      put_unit(to, at / kUnits, at % kUnits, unit[i]);
+    }
+  }
+};
+template <typename S, int Rows>
+struct Staged<S, Rows, true> {
+  using T = typename S::Element;
+  static_assert(sizeof(T) == 2);
+  static constexpr int kEach = 8, kSquares = Rows / kEach * kUnits, kCount = (kSquares + S::kThreads - 1) / S::kThreads;  // squares of 8 x 8
+  Words line[kCount][kEach];
+  GPU_INLINE void fetch(const Operand& o, int slab, int row, int row_end, int k, int k_end) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int at = i * S::kThreads + thread_x();
+      if (at >= kSquares) break;
+      const int m = row + at % (Rows / kEach) * kEach, l = k + at / (Rows / kEach) * kEach;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j)
+        line[i][j] = load_unit(static_cast<const T*>(o.data) + slab * o.slab + (l + j) * o.stride + m, l + j < k_end ? row_end - m : 0);
+    }
+  }
+  GPU_INLINE void put(Shared<T> to) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int at = i * S::kThreads + thread_x();
+      if (at >= kSquares) break;
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+        const auto element = [&](int j) { return line[i][j].v[r / 2] >> 16 * (r % 2) & 0xffffu; };
+        Words turned;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) turned.v[j] = element(2 * j) | element(2 * j + 1) << 16;
+        put_unit(to, at % (Rows / kEach) * kEach + r, at / (Rows / kEach), turned);
+      }
+    }
+  }
+};
+
+// acc += the products of one step.
+template <typename S>
+GPU_INLINE void multiply_step(Shared<typename S::Element> a, Shared<typename S::Element> b, int a_row, int b_row, Float16 (&acc)[S::kWaveM][S::kWaveN]) {
+  using T = typename S::Element;
+  constexpr int kEach = kUnit / sizeof(T), kFragments = S::kFp8 ? 2 : 1, kTurns = kUnits / (2 * kFragments);  // 16-byte units a lane has of an operand
+  using Fragment = Vector<T, kEach * kFragments>;
+  const int row = lane() % 32, half = lane() / 32;
+  const auto load = [&](Shared<T> tile, int first, int turn) {
+    Fragment f;
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i) {
+      const auto part = tile.template load_vector<kEach>(place(first + row, (turn * 2 + half) * kFragments + i) / static_cast<int>(sizeof(T)));
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) f.v[i * kEach + j] = part.v[j];
+    }
+    return f;
+  };
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    Fragment rows[S::kWaveM], columns[S::kWaveN];
+#pragma unroll
+    for (int i = 0; i < S::kWaveM; ++i) rows[i] = load(a, a_row + 32 * i, turn);
+#pragma unroll
+    for (int j = 0; j < S::kWaveN; ++j) columns[j] = load(b, b_row + 32 * j, turn);
+#pragma unroll
+    for (int i = 0; i < S::kWaveM; ++i)
+#pragma unroll
+      for (int j = 0; j < S::kWaveN; ++j) {
+        if constexpr (S::kFp8) {
+          cdna4::multiply_e4m3(acc[i][j], rows[i], columns[j]);
+        } else {
+          cdna4::multiply_bf16(acc[i][j], rows[i], columns[j]);
+        }
+      }
+  }
+}
+
+template <typename Y>
+GPU_INLINE void store(Y* at, float v, bool accumulate) {
+  if constexpr (sizeof(Y) == 4) {
+    *at = accumulate ? *at + v : v;
+  } else {
+    *at = to_bf16(v);
+  }
+}
+
+// Sums: 1, or 2 with segments (bf16): of the segment and of those before; E4M3 has one more, of the block.
+template <typename S, bool Segments>
+GPU_KERNEL GPU_BOUNDS(S::kThreads) matmul_cdna4_kernel(Problem p, int num_blocks) {
+  using T = typename S::Element;
+  constexpr int kWaveM = S::kWaveM, kWaveN = S::kWaveN;
+  SharedMemory memory;
+  const Shared<T> a_tiles = memory.take<T>(2 * S::kM * S::kStep, 128), b_tiles = memory.take<T>(2 * S::kN * S::kStep, 128);
+  // Neighbouring blocks go to different dies, each with a cache of its own: neighbouring tiles go to one.
+  constexpr int kDies = 8;
+  const int whole = num_blocks / kDies * kDies, i = block_x() < whole ? block_x() % kDies * (whole / kDies) + block_x() / kDies : block_x();
+  const Tile tile = find_tile<S>(p, i);
+  if (!tile.there) return;
+  const int steps = (tile.k_end - tile.k_begin + S::kStep - 1) / S::kStep, b_slab = S::kCutK ? 0 : tile.expert;
+  if (S::kCutK && steps == 0) return;
+
+  Staged<S, S::kM, S::kAAcross> a;
+  Staged<S, S::kN, S::kBAcross> b;
+  const auto fetch = [&](int step) {
+    const int k = tile.k_begin + step * S::kStep;
+    a.fetch(p.a, 0, tile.row, tile.row_end, k, tile.k_end);
+    b.fetch(p.b, b_slab, tile.column, p.b.rows, k, tile.k_end);
+  };
+  const auto put = [&](int step) {
+    a.put(a_tiles.from(step % 2 * S::kM * S::kStep));
+    b.put(b_tiles.from(step % 2 * S::kN * S::kStep));
+  };
+  const int a_row = wave() / S::kWavesN * kWaveM * 32, b_row = wave() % S::kWavesN * kWaveN * 32;
+  constexpr bool kSums = Segments || S::kFp8;
+  Float16 acc[kWaveM][kWaveN] = {};
+  [[maybe_unused]] Float16 sum[kSums ? kWaveM : 1][kSums ? kWaveN : 1] = {};
+  [[maybe_unused]] Float16 before[Segments && S::kFp8 ? kWaveM : 1][Segments && S::kFp8 ? kWaveN : 1] = {};
+  fetch(0);
+  put(0);
+  sync_block();
+  for (int step = 0; step < steps; ++step) {
+    if (step + 1 < steps) fetch(step + 1);
+    multiply_step<S>(a_tiles.from(step % 2 * S::kM * S::kStep), b_tiles.from(step % 2 * S::kN * S::kStep), a_row, b_row, acc);
+    if constexpr (S::kFp8) {
+#pragma unroll
+      for (int m = 0; m < kWaveM; ++m)
+#pragma unroll
+        for (int n = 0; n < kWaveN; ++n) {
+          const int column = tile.column + b_row + 32 * n;
+          const float w = to_f32(p.b_scale[(static_cast<int64_t>(tile.expert) * ((p.b.rows + 127) / 128) + column / 128) * p.b_scale_stride + step]);
+#pragma unroll
+          for (int r = 0; r < 16; ++r) {
+            const int row = tile.row + a_row + 32 * m + cdna4::result_row(r);
+            sum[m][n][r] = fma(acc[m][n][r], p.a_scale[(row < tile.row_end ? row : tile.row_end - 1) * p.a_scale_stride + step] * w, sum[m][n][r]);
+          }
+          acc[m][n] = Float16{};
+        }
+    }
+    if constexpr (Segments) {
+      if ((step + 1) * S::kStep % p.k_segment == 0 || step + 1 == steps) {
+#pragma unroll
+        for (int m = 0; m < kWaveM; ++m)
+#pragma unroll
+          for (int n = 0; n < kWaveN; ++n) {
+            if constexpr (S::kFp8) {
+              before[m][n] += sum[m][n];
+              sum[m][n] = Float16{};
+            } else {
+              sum[m][n] += acc[m][n];
+              acc[m][n] = Float16{};
+            }
+          }
+      }
+    }
+    if (step + 1 < steps) put(step + 1);
+    sync_block();
+  }
+
+  const auto result = [&](int m, int n, int r) {
+    if constexpr (Segments && S::kFp8) {
+      return before[m][n][r];
+    } else if constexpr (kSums) {
+      return sum[m][n][r];
+    } else {
+      return acc[m][n][r];
+    }
+  };
+#pragma unroll
+  for (int m = 0; m < kWaveM; ++m)
+#pragma unroll
+    for (int n = 0; n < kWaveN; ++n)
+#pragma unroll
+      for (int r = 0; r < 16; ++r) {
+        const int row = tile.row + a_row + 32 * m + cdna4::result_row(r), column = tile.column + b_row + 32 * n + cdna4::result_column();
+        if (row >= tile.row_end || column >= p.b.rows) continue;
+        const int64_t at = row * p.y_stride + column + (S::kCutK ? tile.expert * p.y_slab : 0);
+        if (p.y_is_f32) {
+          store(static_cast<float*>(p.y) + at, result(m, n, r), p.accumulate);
+        } else {
+          store(static_cast<bf16*>(p.y) + at, result(m, n, r), false);
+        }
+      }
+}
+
+// experts_rows: rows of the result are cut by experts.
+template <typename S, bool Segments = false>
+void run(Problem p, void* stream) {
+  p.tiles_m = static_cast<int>(blocks_for(p.a.rows, S::kM));
+  p.tiles_n = static_cast<int>(blocks_for(p.b.rows, S::kN));
+  // Where experts cut rows, each may have a part-full tile.
+  const int64_t partial = p.offsets == nullptr ? 0 : (p.experts < p.a.rows ? p.experts : p.a.rows) - 1;
+  const int64_t blocks = S::kCutK ? static_cast<int64_t>(p.experts) * p.tiles_m * p.tiles_n : (p.tiles_m + partial) * p.tiles_n;
+  Context c;
+  c.device = Device::gpu;
+  c.stream = stream;
+  launch(c, "matmul", {.blocks = blocks, .threads = S::kThreads, .shared_bytes = S::kSharedBytes}, matmul_cdna4_kernel<S, Segments>, p, blocks);
+}
+
+constexpr int64_t kFull = 256;  // compute units
+
+// Rows of a typical batch spread over all experts: do tiles of tile_m x tile_n keep the device busy?
+bool fills(int64_t m, int64_t experts, int64_t columns, int64_t tile_m, int64_t tile_n) {
+  const int64_t busy = experts < m ? experts : m, rows = m / busy;
+  return (busy == 1 || rows > tile_m / 2) && busy * blocks_for(rows, tile_m) * blocks_for(columns, tile_n) >= kFull;
+}
+
+Problem product(const MatmulProblem& q) {
+  return {.a = {q.x, q.x_stride, 0, static_cast<int>(q.m)}, .b = {q.w, q.w_stride, q.n * q.w_stride, static_cast<int>(q.n)}, .k = static_cast<int>(q.k), .tiles_m = 0,
+          .tiles_n = 0, .experts = static_cast<int>(q.experts), .offsets = q.offsets, .k_segment = static_cast<int>(q.k_segment), .y = q.y, .y_stride = q.y_stride,
+          .y_slab = 0, .y_is_f32 = q.y_is_f32, .accumulate = q.accumulate, .a_scale = nullptr, .b_scale = nullptr, .a_scale_stride = 0, .b_scale_stride = 0};
+}
+
+}  // namespace
+
+void matmul_bf16(const MatmulProblem& q, void* stream) {
+  GPU_CHECK(q.k_segment % 64 == 0 && (!q.accumulate || q.y_is_f32), "matmul: segments of %ld, accumulate %d", static_cast<long>(q.k_segment), q.accumulate);
+  if (q.m == 0) return;
+  const Problem p = product(q);
+  using Small = Shape<bf16, 2, 2, 1, 1>;
+  using Middle = Shape<bf16, 2, 2, 2, 2>;
+  using Large = Shape<bf16, 2, 2, 4, 2>;
+  if (q.k_segment > 0 && q.k_segment < q.k) {
+    if (fills(q.m, q.experts, q.n, 128, 128)) return run<Middle, true>(p, stream);
+    return run<Small, true>(p, stream);
+  }
+  if (fills(q.m, q.experts, q.n, 256, 128)) return run<Large>(p, stream);
+  if (fills(q.m, q.experts, q.n, 128, 128)) return run<Middle>(p, stream);
+  run<Small>(p, stream);
+}
+
+void matmul_fp8(const Fp8Problem& q, void* stream) {
+  const MatmulProblem& m = q.codes;
+  GPU_CHECK(m.k_segment % 128 == 0 && (!m.accumulate || m.y_is_f32), "matmul fp8: segments of %ld, accumulate %d", static_cast<long>(m.k_segment), m.accumulate);
+  if (m.m == 0) return;
+  Problem p = product(m);
+  p.a_scale = q.x_scale;
+  p.b_scale = reinterpret_cast<const ue8m0*>(q.w_scale);
+  p.a_scale_stride = q.x_scale_stride;
+  p.b_scale_stride = q.w_scale_stride;
+  using Small = Shape<e4m3, 2, 2, 1, 1>;
+  using Middle = Shape<e4m3, 2, 2, 2, 2>;
+  const bool large = fills(m.m, m.experts, m.n, 128, 128);
+  if (m.k_segment > 0 && m.k_segment < m.k) {
+    if (large) return run<Middle, true>(p, stream);
+    return run<Small, true>(p, stream);
+  }
+  if (large) return run<Middle>(p, stream);
+  run<Small>(p, stream);
+}
+
+void matmul_backward_input_bf16(const MatmulBackwardProblem& q, void* stream) {
+  if (q.m == 0) return;
+  Problem p = product({.m = q.m, .n = q.k, .k = q.n, .x = q.dy, .w = q.other, .y = q.grad, .x_stride = q.dy_stride, .w_stride = q.other_stride, .y_stride = q.grad_stride,
+                       .y_is_f32 = true, .accumulate = q.accumulate, .offsets = q.offsets, .experts = q.experts});
+  p.b.slab = q.n * q.other_stride;
+  if (fills(q.m, q.experts, q.k, 128, 128)) return run<Shape<bf16, 2, 2, 2, 2, false, true>>(p, stream);
+  run<Shape<bf16, 2, 2, 1, 1, false, true>>(p, stream);
+}
+
+void matmul_backward_weight_bf16(const MatmulBackwardProblem& q, void* stream) {
+  if (q.m == 0) return;
+  Problem p = product({.m = q.n, .n = q.k, .k = q.m, .x = q.dy, .w = q.other, .y = q.grad, .x_stride = q.dy_stride, .w_stride = q.other_stride, .y_stride = q.grad_stride,
+                       .y_is_f32 = true, .accumulate = true, .offsets = q.offsets, .experts = q.experts});
+  p.y_slab = q.n * q.grad_stride;
+  if (q.experts * blocks_for(q.n, 128) * blocks_for(q.k, 128) >= kFull) return run<Shape<bf16, 2, 2, 2, 2, true, true, true>>(p, stream);
+  run<Shape<bf16, 2, 2, 1, 1, true, true, true>>(p, stream);
+}
+
+}  // namespace lockstep::gpu

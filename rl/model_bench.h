@@ -1,0 +1,39 @@
+#pragma once
+// What a model costs on this machine: sampling, training, one step of both. Random weights and tokens of the config's shape; medians over repeats after a
+// warm-up. The measurements and their units are those of common peers' benches, so that lines can be laid side by side.
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/context.h"
+#include "core/status.h"
+#include "model/config.h"
+
+namespace lockstep {
+
+struct ModelBenchOptions {
+  Numerics numerics = Numerics::bf16;
+  Device device = Device::cpu;
+  int threads = 1;
+  int64_t batch = 64, prompt = 512, new_tokens = 128;  // generate and rl: samples, each with a prompt of its own
+  int64_t train_tokens = 8192, row_tokens = 4096;      // train: in rows of
+  int64_t microbatch_tokens = 8192;
+  bool recompute = false;
+  int repeat = 3;
+};
+
+struct ModelBenchResult {
+  std::string what;           // generate | train | rl
+  int64_t tokens = 0;         // generated, or trained
+  double seconds = 0, seconds_min = 0, seconds_max = 0;
+  double prefill_s = 0, decode_s = 0, train_s = 0;  // of the median run, where it has these parts
+  int64_t differing = -1;     // rl: log-probs of the trainer whose bits are not the sampler's; -1: not compared
+  double memory_gb = 0;       // that the arenas reached
+};
+
+// `what`: generate, train, rl.
+Result<ModelBenchResult> bench_model(const ModelConfig& config, const std::string& what, const ModelBenchOptions& options);
+
+}  // namespace lockstep
