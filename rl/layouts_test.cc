@@ -36,7 +36,7 @@ TEST(Layouts, SamplersWithRanksOfTheirOwn) {
   EXPECT_EQ(l.rollout, (Layout{2, 1, 1, 1}));
   expect_error({.rollout_ranks = 4}, 4, {"parallel.rollout_ranks is 4 of 4 ranks"});
   expect_error({.rollout_ranks = 1}, 1, {"parallel.rollout_ranks is 1 of 1 ranks"});
-  expect_error({.ep = 2, .rollout_ranks = 1}, 3, {"parallel.rollout_ep", "nearest layouts"});
+  expect_error({.ep = 2, .rollout_ranks = 1}, 3, {"the sampler's layout", "rollout_ep 2 does not divide", "nearest layouts"});
 }
 
 TEST(Layouts, StagesByList) {
