@@ -320,7 +320,8 @@ const Setting* find_setting(std::string_view name) {
   return nullptr;
 }
 
-std::string_view section_of(std::string_view name) { return name.substr(0, name.find('.')); }
+// Empty for a key that stands above all sections.
+std::string_view section_of(std::string_view name) { return name.substr(0, name.find('.') == std::string_view::npos ? 0 : name.find('.')); }
 std::string_view key_of(std::string_view name) { return name.substr(name.find('.') + 1); }
 
 std::string unknown_key(std::string_view name) {
@@ -547,36 +548,39 @@ Status check_characters(std::string_view text, std::string_view file) {
   return Status::ok();
 }
 
+Status read_value(ResolvedConfig& config, const std::string& name, const std::string& where, const toml::node& value) {
+  const Setting* s = find_setting(name);
+  if (s == nullptr) return errorf("{}: {}", where, unknown_key(name));
+  Value v;
+  if (const auto* b = value.as_boolean()) {
+    v = b->get();
+  } else if (const auto* i = value.as_integer()) {
+    v = i->get();
+  } else if (const auto* d = value.as_floating_point()) {
+    v = d->get();
+  } else if (const auto* t = value.as_string()) {
+    v = t->get();
+  } else {
+    return errorf("{}: {} is a table, list or date, expected a single value", where, name);
+  }
+  if (const Status status = assign(*s, config.values, v); !status) return errorf("{}: {}", where, status.message());
+  config.origin.insert_or_assign(name, where);
+  return Status::ok();
+}
+
 Status read_table(ResolvedConfig& config, const toml::table& root, std::string_view file) {
   for (auto&& [section, node] : root) {
     const toml::table* table = node.as_table();
     const auto line = section.source().begin.line;
-    if (table == nullptr) {
-      const std::string_view name = section.str();
+    const std::string_view name = section.str();
+    if (table == nullptr || find_setting(name) != nullptr) {
       if (std::any_of(rows().begin(), rows().end(), [&](const Setting& s) { return section_of(s.name) == name; }))
         return errorf("{}:{}: {} is a section: write [{}], and its keys in the lines below", file, line, name, name);
-      return errorf("{}:{}: {}", file, line, unknown_key(name));
+      LOCKSTEP_RETURN_IF_ERROR(read_value(config, std::string(name), fmt::format("{}:{}", file, line), node));
+      continue;
     }
-    for (auto&& [key, value] : *table) {
-      const std::string name = fmt::format("{}.{}", section.str(), key.str());
-      const std::string where = fmt::format("{}:{}", file, key.source().begin.line);
-      const Setting* s = find_setting(name);
-      if (s == nullptr) return errorf("{}: {}", where, unknown_key(name));
-      Value v;
-      if (const auto* b = value.as_boolean()) {
-        v = b->get();
-      } else if (const auto* i = value.as_integer()) {
-        v = i->get();
-      } else if (const auto* d = value.as_floating_point()) {
-        v = d->get();
-      } else if (const auto* t = value.as_string()) {
-        v = t->get();
-      } else {
-        return errorf("{}: {} is a table, list or date, expected a single value", where, name);
-      }
-      if (const Status status = assign(*s, config.values, v); !status) return errorf("{}: {}", where, status.message());
-      config.origin.insert_or_assign(name, where);
-    }
+    for (auto&& [key, value] : *table)
+      LOCKSTEP_RETURN_IF_ERROR(read_value(config, fmt::format("{}.{}", name, key.str()), fmt::format("{}:{}", file, key.source().begin.line), value));
   }
   return Status::ok();
 }
@@ -757,7 +761,7 @@ std::string config_toml(const RunConfig& config) {
   std::string_view section;
   for (const Setting& s : rows()) {
     if (section_of(s.name) != section) {
-      out += fmt::format("{}[{}]\n", section.empty() ? "" : "\n", section_of(s.name));
+      out += fmt::format("{}[{}]\n", out.empty() ? "" : "\n", section_of(s.name));
       section = section_of(s.name);
     }
     out += fmt::format("{} = {}\n", key_of(s.name), value_text(s, config));
@@ -783,7 +787,7 @@ std::string settings_help() {
   std::string_view section;
   for (const Setting& s : rows()) {
     if (section_of(s.name) != section) {
-      out += fmt::format("{}[{}]\n", section.empty() ? "" : "\n", section_of(s.name));
+      out += fmt::format("{}[{}]\n", out.empty() ? "" : "\n", section_of(s.name));
       section = section_of(s.name);
     }
     std::string facts = s.type_name();

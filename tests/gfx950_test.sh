@@ -39,6 +39,7 @@ check() {
     echo "$source: calls $(grep -o '[^ ,]*@rel32@lo' "$out.s" | sort -u | head -n 5 | tr '\n' ' ')" && wrong=1
   fi
   if [[ $source == *_cdna4.cu ]] && ! grep -q v_mfma_ "$out.s"; then echo "$source: no matrix instructions" && wrong=1; fi
+  grep -q -e GPU_KERNEL -e __global__ "$source" || return $wrong  # it only launches others' kernels
   # The metadata has one entry a kernel.
   awk -v source="$source" '
     /^amdhsa.kernels:/ { metadata = 1 }

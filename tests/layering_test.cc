@@ -23,7 +23,7 @@ const std::map<std::string, std::set<std::string>>& allowed() {
       {"core", {}},
       {"ops", {"core"}},
       {"io", {"core"}},
-      {"parallel", {"core", "io"}},
+      {"parallel", {"core", "ops", "io"}},
       {"model", {"core", "ops", "io", "parallel"}},
       {"sync", {"core", "ops", "io", "parallel", "model"}},
       {"rollout", {"core", "ops", "io", "parallel", "model"}},

@@ -12,7 +12,7 @@ namespace lockstep::device {
 
 namespace {
 
-#if LOCKSTEP_GPU_CUDA
+#if LOCKSTEP_GPU_CUDA || LOCKSTEP_GPU_HIP
 constexpr bool kMatrixUnits = true;
 #else
 constexpr bool kMatrixUnits = false;
