@@ -132,7 +132,7 @@ struct PlanArgs {
   std::string numerics, rollout_numerics;
   int64_t prompts = 0, samples = 0, prompt_tokens = 0, response_tokens = 0, microbatch_tokens = 0, max_running = 0;
   double hot = 1.5;
-  bool recompute = false, offload_optimizer = false, json = false;
+  bool recompute = false, offload_optimizer = false, ahead = false, json = false;
 };
 int plan_command(const PlanArgs& args);
 

@@ -175,7 +175,7 @@ int run_on(RankWorld& world, const Result<ResolvedConfig>& config, const EvalArg
     groups.emplace(make_run_groups(world, layouts.value(), model.value(), c.model.numerics, c.model.sampler_numerics()));
     use.ranks = &*groups;
     use.threads = peers.threads(c.run.threads);
-    peers = Peers(&world, &groups->rollout);
+    peers = Peers(&world, &*groups);
   }
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (const Status s = peers.agree(policy.status(), "weights"); !s) return console.fail(s);

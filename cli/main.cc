@@ -306,6 +306,7 @@ int run(int argc, char** argv) {
   count("--max-running", plan.max_running, "Samples that an engine decodes at once (48)");
   p->add_option("--hot", plan.hot, "Rows of the fullest rank's experts, of an even share")->check(CLI::Range(1.0, 4096.0))->capture_default_str();
   p->add_flag("--recompute", plan.recompute, "Keep only the inputs of layers and run them again in the backward");
+  p->add_flag("--ahead", plan.ahead, "Ranks of their own sample the next step while this one trains: rollout.ahead");
   p->add_flag("--offload-optimizer", plan.offload_optimizer, "Masters and moments in the host's memory, and stepped there");
   p->add_flag("--json", plan.json, "Print one JSON object");
   p->callback([&] { exit_code = run_alone("plan", [&] { return plan_command(plan); }); });

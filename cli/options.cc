@@ -95,7 +95,7 @@ const std::vector<Setting>& rows() {
        "Trainer: ranks among which the experts of a stage are spread. Divides dp."},
       {"parallel.dp", +FIELD(parallel.dp), "ranks", "0", 0, kMaxRanks,
        "Trainer: ranks with the same dense weights, which share the samples of a step. tp x pp x dp is the number of ranks that mpirun or "
-       "srun started; 0 means what that leaves."},
+       "srun started, without parallel.rollout_ranks; 0 means what that leaves."},
       {"parallel.stages", +FIELD(parallel.stages), "layers", "", 0, 0,
        "Trainer: layers of each stage, separated by commas (12,11,11,9); empty balances the stages by operations."},
       {"parallel.rollout_tp", +FIELD(parallel.rollout_tp), "ranks", "0", 0, kMaxRanks,
@@ -103,6 +103,9 @@ const std::vector<Setting>& rows() {
       {"parallel.rollout_ep", +FIELD(parallel.rollout_ep), "ranks", "0", 0, kMaxRanks,
        "Sampler: engines among which experts are spread; 0 means parallel.ep, in eval 1. Where the two layouts differ, weights are copied after each "
        "step."},
+      {"parallel.rollout_ranks", +FIELD(parallel.rollout_ranks), "ranks", "0", 0, kMaxRanks,
+       "The last so many of the ranks that were started only sample, and the others only train; 0: every rank does both. Then parallel.deadline_s must cover "
+       "a whole rollout, and the training of a whole step, because one side waits for the other."},
       {"parallel.deadline_s", +FIELD(parallel.deadline_s), "seconds", "600.0", 1, 1e6,
        "Longest wait of one rank for another before the job ends as stalled. It covers how much one rank's share can take longer "
        "than another's, and the writing of a checkpoint."},
@@ -184,6 +187,9 @@ const std::vector<Setting>& rows() {
        "Samples decoding at once. More is faster until memory or cores are full."},
       {"rollout.max_batch_tokens", +FIELD(rollout.max_batch_tokens), "tokens", "1024", 1, kMaxTokens,
        "Rows of one forward, prompt chunks included. Raise for long prompts."},
+      {"rollout.ahead", +FIELD(rollout.ahead), "steps", "0", 0, 1,
+       "1: the next step's samples are drawn while this one's are trained on, from the weights that it began with, so they are a step old when their turn comes; "
+       "for runs with parallel.rollout_ranks, where nobody waits then. train.tis corrects for it."},
       {"rollout.numerics", choice<FIELD(model.sampler)>(kSamplerNumericsWords), "", "same", 0, 0,
        "Arithmetic of the sampler alone; same is model.numerics, whose log-probs the trainer then must meet bit for bit. fp8 or fp4 beside a trainer in bf16 "
        "samples with quantised weights, made anew from the masters after each step: the gap is measured, and train.tis and train.replay answer it."},
@@ -223,7 +229,7 @@ const std::vector<Setting>& rows() {
        "usual, 0 is off. Matters with train.steps_per_rollout above 1."},
       {"train.replay", choice<FIELD(train.replay)>(kReplayWords), "", "none", 0, 0,
        "The trainer repeats what a sampler of other numerics chose: the experts of every token, and with routing+index the entries that sparse attention reads. "
-       "Costs one more forward a step."},
+       "The sampler records them as it draws: 2 bytes a token, layer and chosen expert, 4 for each entry where it cannot read all."},
       {"train.kl", choice<FIELD(train.loss.kl)>(kKlWords), "", "none", 0, 0,
        "Estimator of the KL divergence from the initial weights, added to the loss. Costs one more forward a step."},
       {"train.kl_coef", +FIELD(train.loss.kl_coef), "", "0.0", 0, kMaxReal, "Its weight."},

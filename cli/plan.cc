@@ -44,6 +44,8 @@ Result<PlanInput> read_input(const PlanArgs& a) {
     p.microbatch_tokens = run.train.microbatch_tokens;
     p.max_running = run.rollout.max_running;
     p.recompute = run.train.recompute;
+    p.replay = run.train.replay;
+    p.ahead = run.rollout.ahead > 0;
     if (model.empty()) {
       Result<ModelConfig> found = find_model_config(run.model);
       if (!found) return found.status();
@@ -75,9 +77,11 @@ Result<PlanInput> read_input(const PlanArgs& a) {
   p.rollout_fp8 = a.rollout_numerics == "fp8";
   p.recompute = p.recompute || a.recompute;
   p.offload_optimizer = a.offload_optimizer;
+  p.ahead = p.ahead || a.ahead;
   p.hot = a.hot;
   p.ranks = static_cast<int>(a.ranks > 0 ? a.ranks : parallel.tp * parallel.pp * std::max(parallel.dp, parallel.ep));
-  p.rollout_ranks = static_cast<int>(a.rollout_ranks);
+  take(a.rollout_ranks, parallel.rollout_ranks);
+  p.rollout_ranks = static_cast<int>(parallel.rollout_ranks);
   p.train = {.tp = static_cast<int>(parallel.tp), .pp = static_cast<int>(parallel.pp), .ep = static_cast<int>(parallel.ep), .dp = static_cast<int>(parallel.dp)};
   p.rollout = {.tp = static_cast<int>(std::max<int64_t>(1, parallel.rollout_tp)), .ep = static_cast<int>(parallel.rollout_ep > 0 ? parallel.rollout_ep : parallel.ep)};
   if (!parallel.stages.empty()) {

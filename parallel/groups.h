@@ -1,6 +1,6 @@
 #pragma once
-// One layout of all ranks as one of them sees it: the grid, its own place, and the groups that it belongs to there. Trainer and sampler
-// may each have one over the same ranks.
+// One layout as one of its ranks sees it: the grid, its own place, and the groups that it belongs to there. Trainer and sampler may each have one, over
+// the same ranks or over different ones.
 
 #include <optional>
 #include <string>
@@ -12,8 +12,8 @@ namespace lockstep {
 
 struct Groups {
   Grid grid;
-  int rank = 0;                        // in the grid and in the world
-  RankGroup* all = nullptr;            // everyone
+  int rank = 0;                        // in the grid and in `all`
+  RankGroup* all = nullptr;            // the grid's ranks
   RankGroup tp;                        // heads and vocabulary
   RankGroup pp;                        // by stage: neighbours send to each other
   RankGroup dp;                        // gradients of dense weights
@@ -24,7 +24,8 @@ struct Groups {
   Coordinates at() const { return grid.coordinates(rank); }
 };
 
-// All ranks of the world, which has grid.ranks() of them. `use` sets the groups of two layouts apart: "train", "rollout".
-Groups make_groups(RankWorld& world, const Grid& grid, const std::string& use);
+// All members of `all`, which has grid.ranks() of them and outlives what is made. `use` sets the groups of two layouts apart: "train", "rollout".
+Groups make_groups(RankWorld& world, RankGroup& all, const Grid& grid, const std::string& use);
+inline Groups make_groups(RankWorld& world, const Grid& grid, const std::string& use) { return make_groups(world, world.all(), grid, use); }
 
 }  // namespace lockstep

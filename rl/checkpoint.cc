@@ -182,7 +182,8 @@ Status write_checkpoint(RunDir* dir, const Peers& peers, const std::string& dire
                         const std::string& resolved) {
   LOCKSTEP_RETURN_IF_ERROR(peers.agree(write_files(directory), "checkpoint"));
   std::vector<int64_t> mine(kSumsOfRank), all(static_cast<size_t>(kSumsOfRank * peers.size()));
-  LOCKSTEP_RETURN_IF_ERROR(peers.agree(add_own_checksums(directory, peers.rank(), peers.size(), mine), "checksums"));
+  const int writers = peers.num_trainers();
+  LOCKSTEP_RETURN_IF_ERROR(peers.agree(peers.trains() ? add_own_checksums(directory, peers.rank(), writers, mine) : Status::ok(), "checksums"));
   if (peers.alone()) {
     all = mine;
   } else {
@@ -191,7 +192,7 @@ Status write_checkpoint(RunDir* dir, const Peers& peers, const std::string& dire
   return peers.by_first("checkpoint", [&] {
     LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kSettingsFile, resolved));
     LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kStateFile, run_state_json(state) + "\n"));
-    LOCKSTEP_RETURN_IF_ERROR(write_checksums(directory, peers.size(), all));
+    LOCKSTEP_RETURN_IF_ERROR(write_checksums(directory, writers, all));
     return dir->finish_checkpoint(state.step);
   });
 }
@@ -253,7 +254,8 @@ Result<RunState> read_state(const Checkpoint& checkpoint, const RunState& fresh)
 Result<OpenedRun> open_run(const std::string& path, bool resume, const std::string& resolved, const Peers& peers, Policy& policy, RunState& state,
                            const Hooks& hooks) {
   OpenedRun run;
-  std::string checkpoint, saved;  // that the run goes on from; empty: from nothing
+  std::string saved;
+  std::string& checkpoint = run.checkpoint;
   LOCKSTEP_RETURN_IF_ERROR(peers.by_first("checkpoint", [&] {
     Result<RunDir> opened = RunDir::open(path, resume ? RunDir::Mode::resume : RunDir::Mode::start);
     if (!opened) return opened.status();

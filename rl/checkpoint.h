@@ -2,8 +2,8 @@
 // What a run needs to continue as if it had never stopped, and the start and resume of a run directory.
 //
 // A checkpoint directory holds masters and optimizer (model/checkpoint_boxes.h: one file each of every rank, with the actor's counters), config.json, the
-// tokenizer, the resolved settings, state.json and checksums.json (XXH64 of all of these, checked on resume); the file COMPLETE
-// makes it count. Draws have no state: they are keyed by what they are for.
+// tokenizer, the resolved settings, state.json, the samples that were drawn ahead (rl/loop.h), and checksums.json (XXH64 of all of these, checked on
+// resume); the file COMPLETE makes it count. Draws have no state: they are keyed by what they are for.
 
 #include <cstdint>
 #include <functional>
@@ -52,6 +52,7 @@ Status save_run(RunDir* dir, const Peers& peers, const WriteFiles& write_files, 
 // run begins again. `state` comes in as a fresh run's. Nothing changes before everything was read.
 struct OpenedRun {
   std::unique_ptr<RunDir> dir;    // of rank 0
+  std::string checkpoint;         // that the run goes on from; empty: from nothing
   int64_t last_logged_step = -1;  // of which a rollout log is there
 };
 Result<OpenedRun> open_run(const std::string& path, bool resume, const std::string& resolved, const Peers& peers, Policy& policy, RunState& state,

@@ -137,7 +137,7 @@ Result<std::vector<EvalSample>> sample_answers(Policy& policy, std::span<const P
   };
   const std::vector<Request> rest = requests_for_rest(requests, samples);
   Result<std::vector<Completion>> completions =
-      peers.run(policy.engine(), policy.context(), rest, hooks, label, log != nullptr && peers.leads_engine() ? keep : OnFinished());
+      peers.run(policy.own_engine(), policy.context(), rest, hooks, label, log != nullptr && peers.leads_engine() ? keep : OnFinished());
   if (!completions) return completions.status();
   for (const Completion& c : completions.value()) samples.push_back(to_sample(c));
   std::sort(samples.begin(), samples.end(), by_problem_and_sample);

@@ -144,7 +144,7 @@ Result<std::unique_ptr<Rig>> Rig::make(const GatesOptions& o, Numerics numerics,
     const Result<Layouts> layouts = resolve_layouts(parallel, config.value(), context, rig->peers_.size());
     LOCKSTEP_RETURN_IF_ERROR(rig->peers_.agree(layouts.status(), "layouts"));
     rig->groups_.emplace(make_run_groups(*world, layouts.value(), config.value(), numerics, numerics));
-    rig->peers_ = Peers(world, &rig->groups_->rollout);
+    rig->peers_ = Peers(world, &*rig->groups_);
     use.ranks = &*rig->groups_;
   }
   const auto make = [&] {
@@ -159,7 +159,7 @@ Result<std::unique_ptr<Rig>> Rig::make(const GatesOptions& o, Numerics numerics,
 }
 
 Result<std::vector<Completion>> Rig::run(Engine& engine, std::span<const Request> requests) {
-  Result<std::vector<Completion>> words = peers_.run(engine, policy_->context(), requests, Hooks(), "gates");
+  Result<std::vector<Completion>> words = peers_.run(&engine, policy_->context(), requests, Hooks(), "gates");
   if (!words) return words;
   std::sort(words.value().begin(), words.value().end(),
             [](const Completion& a, const Completion& b) { return std::tie(a.prompt_id, a.sample_idx) < std::tie(b.prompt_id, b.sample_idx); });
@@ -199,7 +199,7 @@ Result<std::vector<TokenLogprobs>> Rig::logprobs_of(const std::function<void(Wei
   LOCKSTEP_RETURN_IF_ERROR(weights.load(policy_->context(), copy_master, policy_->weights().version()));
   if (damage) damage(weights);
   const ActorOptions options{.max_tokens_per_microbatch = microbatch_tokens, .cache = policy_->model().cache};
-  Actor other(policy_->context(), weights, policy_->model().rope, options_.optimizer, options, groups_ ? &groups_->train : nullptr);
+  Actor other(policy_->context(), weights, policy_->model().rope, options_.optimizer, options, groups_ ? &*groups_->train : nullptr);
   return other.logprobs(samples);
 }
 

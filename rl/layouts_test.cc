@@ -29,6 +29,16 @@ TEST(Layouts, WithoutSettingsBothAreTheSame) {
   EXPECT_EQ(placement_of(m, Grid(l.train), l.stages, Numerics::bf16), placement_of(m, Grid(l.rollout), l.rollout_stages, Numerics::bf16));
 }
 
+TEST(Layouts, SamplersWithRanksOfTheirOwn) {
+  const Layouts l = resolve_layouts({.pp = 2, .ep = 2, .rollout_tp = 2, .rollout_ep = 1, .rollout_ranks = 2}, demo_config(), 64, 6).value();
+  EXPECT_TRUE(l.apart);
+  EXPECT_EQ(l.train, (Layout{1, 2, 2, 2}));
+  EXPECT_EQ(l.rollout, (Layout{2, 1, 1, 1}));
+  expect_error({.rollout_ranks = 4}, 4, {"parallel.rollout_ranks is 4 of 4 ranks"});
+  expect_error({.rollout_ranks = 1}, 1, {"parallel.rollout_ranks is 1 of 1 ranks"});
+  expect_error({.ep = 2, .rollout_ranks = 1}, 3, {"the sampler's layout", "rollout_ep 2 does not divide", "nearest layouts"});
+}
+
 TEST(Layouts, StagesByList) {
   EXPECT_EQ(resolve_layouts({.pp = 2, .stages = " 1, 3"}, demo_config(), 64, 2).value().stages, (StageLayers{{0, 1}, {1, 4}}));
   expect_error({.pp = 2, .stages = "1,2"}, 2, {"parallel.stages is \"1,2\"", "4"});

@@ -7,17 +7,28 @@
 //   checkpoint          └──────────────── weights, version v + 1, swapped whole ────────────┘
 //
 // There are no queues: P * n trajectories are made, then all are trained on, so every token is of the version that is trained
-// (lag 0) and nothing waits for anything but the stage before it. Sampler and trainer read the same weights, or where their layouts or
+// (lag 0) and nothing waits for anything but the stage before it. With rollout.ahead = 1 there is one batch more: step k trains batch k, while batch k + 1
+// is drawn from the weights that step k began with.
+//
+//   ahead 0    draw 1 | train 1 | draw 2 | train 2 | ...
+//   ahead 1    draw 1 | train 1 | train 2 | ...         trainers
+//                     | draw 2  | draw 3  | ...         samplers; where these are the same ranks, first the one, then the other
+//
+// Sampler and trainer read the same weights, or where their layouts or
 // numerics differ copies of the same version, which are taken at the end of the step. In an exact pair, of equal numerics, the step checks that they
-// also computed the same log-probs, bit for bit, for every token that is trained. In another pair it measures how far they are apart, old log-probs are the
+// also computed the same log-probs, bit for bit, for every token that is trained: with the weights that drew it, so that a batch drawn ahead is run once
+// more by the trainer before these change. In another pair it measures how far they are apart, old log-probs are the
 // trainer's own, and train.tis and train.replay say what is done about the rest.
 //
 // Many ranks: rollout and actor each share their work and hand everything to everyone, so that the stages between see whole
-// steps on every rank, and what they compute is the same everywhere. Only rank 0 writes.
+// steps on every rank, and what they compute is the same everywhere. Only rank 0 writes. Where samplers and trainers are different ranks, the stages
+// between are the trainers', and everyone meets when trajectories are handed over and at the end of the step: for its error, if it has one, and for the
+// weights. A colocated run is the case where both sides are everyone.
 
 #include "rl/loop.h"
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <filesystem>
@@ -56,6 +67,8 @@ class Stopwatch {
   Clock::time_point start_ = Clock::now(), lap_ = start_;
 };
 
+constexpr const char* kInFlightFile = "in_flight.jsonl";  // of a checkpoint
+
 std::string trajectory_json(const Group& group, const Trajectory& t) {
   return JsonLine()
       .add("group_index", t.group_index)
@@ -78,9 +91,14 @@ std::string trajectory_json(const Group& group, const Trajectory& t) {
       .str();
 }
 
+// Of a step, in seconds.
+struct StepTimes {
+  double rollout = 0, reward = 0, record = 0, train = 0, sync = 0;
+};
+
 class Loop {
  public:
-  Loop(const LoopConfig& config, const Hooks& hooks, RankWorld* world) : config_(config), hooks_(hooks), peers_(world) {}
+  Loop(const LoopConfig& config, const Hooks& hooks, RankWorld* world) : config_(config), hooks_(hooks), peers_(world), side_(peers_) {}
 
   Status open(bool resume);
   Status run();
@@ -91,22 +109,53 @@ class Loop {
   Status load_inputs(int threads);
   Status open_directory(bool resume);
 
+  // What is drawn for a step.
+  struct Batch {
+    int64_t step = 0;
+    std::vector<Request> requests;
+    std::vector<Completion> completions;
+    std::vector<Group> groups;
+    OrderCursor cursor;  // behind its prompts
+  };
   // Stages of a step, in order.
-  Result<std::vector<Group>> rollout();
-  // Completions of all requests, drawn now or finished by an earlier start of this run.
-  Result<std::vector<Completion>> sample(std::span<const Request> requests);
+  Result<Batch> rollout(int64_t step);
+  // Completions of all requests of the batch, drawn now or finished by an earlier start of this run; `have` are there already.
+  Result<std::vector<Completion>> draw(const Batch& batch, std::vector<Completion> have);  // by the samplers
+  // The next step's batch, once a step. Samplers draw it at the step's begin; trainers get it when they have no more use for the time.
+  Status fetch_ahead();
+  // The promise for the batch that was drawn ahead, before the weights that drew it change.
+  Status rescore_ahead();
+  // The trainers' stages.
+  Status learn(std::vector<Group>& groups, Metrics& metrics, StepTimes& times);
   Status reward(std::vector<Group>& groups);
   Status advantage(std::vector<Group>& groups);
   Status train(std::vector<Group>& groups, Metrics& metrics);
   // The promise: what the trainer's forward saw is what the sampler recorded, or the run stops with a diagnosis.
-  Status compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen);
+  // `lags`: those of samples that other weights drew are left out.
+  Status compare(int64_t step, std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen, std::span<const int64_t> lags);
+  // For training under the weights as they are, without advantage and old log-probs.
+  TrainSample train_sample(const Trajectory& t) const;
+  int64_t lag(const Trajectory& t) const { return policy_->trained_version() - *std::min_element(t.versions.begin(), t.versions.end()); }
+  // The batch drawn ahead as a file of the checkpoint.
+  RolloutLog in_flight_log(const Batch& batch) const;
+  // All ranks: the error of the trainers' stages. Where log-probs differ the samplers, who have the weights that drew them, say why.
+  Status meet(const Status& learnt, const Batch& batch);
   Status evaluate_now();
   Status save();
   // What a weight update came to, and its line in sync.jsonl.
   Status record_sync(const Result<std::optional<SyncReceipt>>& receipt);
   int64_t max_context() const;
+  struct ActorTimes {
+    double forward = 0, backward = 0, optimizer = 0;
+  };
+  ActorTimes actor_times() {
+    if (!peers_.trains()) return {};
+    const Actor& a = policy_->actor();
+    return {a.forward_seconds(), a.backward_seconds(), a.optimizer_seconds()};
+  }
 
-  std::string label(const char* stage) const { return fmt::format("step {}/{} {}", state_.step + 1, config_.run.steps, stage); }
+  std::string label(const char* stage) const { return label(state_.step + 1, stage); }
+  std::string label(int64_t step, const char* stage) const { return fmt::format("step {}/{} {}", step, config_.run.steps, stage); }
   void write_timing(const JsonLine& line) { timing_ << line.str() << '\n' << std::flush; }
   // Ranks that hold the same parts hold the same numbers.
   Status same_weights() {
@@ -120,6 +169,7 @@ class Loop {
   const LoopConfig& config_;
   const Hooks& hooks_;
   Peers peers_;
+  Peers side_;  // who does what this rank does: everyone, or the trainers, or the samplers
   std::optional<RunGroups> groups_;  // none: alone
   std::unique_ptr<Policy> policy_;
   std::unique_ptr<ReferencePolicy> reference_;  // only with a KL term
@@ -133,9 +183,22 @@ class Loop {
   int64_t last_logged_step_ = -1;  // of the steps whose rollout an earlier start logged
   uint64_t weights_sum_ = 0;       // WeightsSum::share over all ranks, of the weights as they are
   LoopReport report_;
+  int64_t num_logged_ = 0;  // of the last batch: samples that did not have to be drawn
   int64_t equal_steps_ = 0;      // in a row, up to now, in which all rewards were equal
   Stopwatch since_waits_;
   double logprob_seconds_ = 0;  // of this step: trainer forwards besides the one that is differentiated
+  struct Unequal {              // the first token whose two log-probs differ
+    int64_t sample = -1, token = 0, train_bits = 0, step = 0;
+  };
+  Unequal unequal_;
+
+  // rollout.ahead = 1.
+  std::optional<Batch> ahead_;  // the next step's batch
+  bool fetched_ = false;        // it, or the reason why there is none, in this step
+  bool rescored_ = false;
+  Status fetch_status_;
+  double fetch_seconds_ = 0, rescore_seconds_ = 0;  // of this step
+  std::string in_flight_;       // the text of the batch that an earlier start had drawn ahead of the checkpoint; until it is taken
 };
 
 Status Loop::open(bool resume) {
@@ -167,14 +230,16 @@ Status Loop::make_layouts() {
     Result<Layouts> resolved = resolve_layouts(config_.parallel, config.value(), max_context(), peers_.size());
     if (!resolved) return resolved.status();
     layouts = resolved.take();
-    if (!peers_.alone()) hooks_.say(fmt::format("trainer: {}; sampler: {}", layouts.train.str(), layouts.rollout.str()));
+    if (!peers_.alone())
+      hooks_.say(fmt::format("trainer: {}; sampler{}: {}", layouts.train.str(), layouts.apart ? ", on ranks of its own" : "", layouts.rollout.str()));
     return Status::ok();
   };
   LOCKSTEP_RETURN_IF_ERROR(peers_.agree(resolve(), "layouts"));
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(model_config_json(config.value())), "model configs"));
   if (peers_.alone()) return Status::ok();
   groups_.emplace(make_run_groups(*peers_.world(), layouts, config.value(), config_.model.numerics, config_.model.sampler_numerics()));
-  peers_ = Peers(peers_.world(), &groups_->rollout);
+  peers_ = Peers(peers_.world(), &*groups_);
+  side_ = peers_.side();
   return Status::ok();
 }
 
@@ -193,7 +258,7 @@ Status Loop::load_inputs(int threads) {
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (!policy) return policy.status();
   policy_ = policy.take();
-  if (c.train.loss.kl != KlKind::none) {
+  if (c.train.loss.kl != KlKind::none && peers_.trains()) {
     Result<std::unique_ptr<ReferencePolicy>> reference = ReferencePolicy::make(*policy_, c.model, use);
     if (!reference) return reference.status();
     reference_ = reference.take();
@@ -225,6 +290,20 @@ Status Loop::open_directory(bool resume) {
   if (!opened) return opened.status();
   dir_ = std::move(opened.value().dir);
   last_logged_step_ = opened.value().last_logged_step;
+  if (const std::string file = opened.value().checkpoint + "/" + kInFlightFile; !opened.value().checkpoint.empty()) {
+    LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("batch in flight", [&] {
+      std::error_code error;
+      if (!std::filesystem::exists(file, error)) return Status::ok();
+      if (config_.rollout.ahead == 0) {
+        hooks_.say(fmt::format("rollout.ahead is 0: {} is left out, and its batch drawn anew", file));
+        return Status::ok();
+      }
+      Result<std::string> text = read_file(file);
+      if (text) in_flight_ = text.take();
+      return text.status();
+    }));
+    peers_.tell(&in_flight_, "batch in flight");
+  }
   LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("run directory", [&] {
     LOCKSTEP_RETURN_IF_ERROR(make_directories(dir_->path() + "/evals"));
     // Times are kept apart from metrics.jsonl, whose bytes do not depend on the machine.
@@ -246,10 +325,10 @@ std::vector<float> Loop::take_waits() {
   return all;
 }
 
-Result<std::vector<Group>> Loop::rollout() {
+Result<Loop::Batch> Loop::rollout(int64_t step) {
   const RolloutOptions& o = config_.rollout;
-  std::vector<Group> groups;
-  std::vector<Request> requests;
+  Batch batch{.step = step, .requests = {}, .completions = {}, .groups = {}, .cursor = {}};
+  std::vector<Group>& groups = batch.groups;
   for (int64_t p = 0; p < o.prompts_per_step; ++p) {
     groups.push_back({.prompt = task_->next(), .trajectories = {}});
     Request r;
@@ -260,32 +339,54 @@ Result<std::vector<Group>> Loop::rollout() {
     r.sampling.temperature = o.temperature;
     r.sampling.max_new_tokens = o.max_new_tokens;
     r.sampling.stop_ids = {policy_->tokenizer().eos_id()};
-    requests.push_back(std::move(r));
+    r.record = config_.train.replay;
+    batch.requests.push_back(std::move(r));
   }
-  Result<std::vector<Completion>> completions = sample(requests);
+  batch.cursor = task_->cursor();
+  std::vector<Completion> have;
+  if (!in_flight_.empty()) {
+    have = in_flight_log(batch).read_text(in_flight_).completions;
+    in_flight_.clear();
+    hooks_.say(fmt::format("{} samples of step {}, drawn ahead, taken from the checkpoint", have.size(), step));
+  }
+  std::set<std::pair<uint64_t, int32_t>> older;  // than the weights as they are
+  for (const Completion& c : have) older.emplace(c.prompt_id, c.sample_idx);
+  Result<std::vector<Completion>> completions = peers_.share(peers_.samples() ? draw(batch, std::move(have)) : std::vector<Completion>());
   if (!completions) return completions.status();
-  for (size_t i = 0; i < completions.value().size(); ++i) {
+  batch.completions = completions.take();
+  if (peers_.apart()) peers_.group()->broadcast(std::span(&num_logged_, 1), peers_.first_sampler(), "rollout");
+  report_.samples_logged += num_logged_;
+  report_.samples_drawn += static_cast<int64_t>(batch.completions.size()) - num_logged_;
+  for (size_t i = 0; i < batch.completions.size(); ++i) {
+    const Completion& c = batch.completions[i];
     Group& g = groups[i / static_cast<size_t>(o.samples_per_prompt)];
-    g.trajectories.push_back(make_trajectory(g.prompt, completions.value()[i], o.samples_per_prompt, policy_->tokenizer(),
-                                             policy_->config().vocab_size));
+    g.trajectories.push_back(make_trajectory(g.prompt, c, o.samples_per_prompt, policy_->tokenizer(), policy_->config().vocab_size));
     const Trajectory& t = g.trajectories.back();
     report_.rollout_tokens += t.response_length();
     if (!t.usable()) log_warn("sample {} is {} and not trained: {}", t.index, trajectory_status_name(t.status), t.failure);
+    if (older.contains({c.prompt_id, c.sample_idx})) continue;
     for (const int32_t v : t.versions) {
       CHECK(v == policy_->weights().version(), "sample {} was drawn by version {}, the weights are version {}", t.index, v,
             policy_->weights().version());
     }
   }
-  return groups;
+  return batch;
 }
 
-Result<std::vector<Completion>> Loop::sample(std::span<const Request> requests) {
-  const int64_t step = state_.step + 1;
+RolloutLog Loop::in_flight_log(const Batch& batch) const {
+  // What is verified, or measured, depends on both sides' numerics.
+  const std::string numerics = fmt::format("{} {}", numerics_name(config_.model.numerics), numerics_name(config_.model.sampler_numerics()));
+  return RolloutLog("", batch.step, checksum(numerics), batch.requests, 0);
+}
+
+Result<std::vector<Completion>> Loop::draw(const Batch& batch, std::vector<Completion> have) {
+  const int64_t step = batch.step;
+  const std::vector<Request>& requests = batch.requests;
   const std::string weights = fmt::format("{:016x} {} {}", weights_sum_, numerics_name(config_.model.sampler_numerics()), policy_->weights().version());
   RolloutLog log(rollout_log_path(config_.run.dir, step), step, checksum(weights), requests, peers_.rank());
-  std::vector<Completion> logged;
-  if (step <= last_logged_step_) {
-    LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("rollout log", [&] {
+  std::vector<Completion> logged = std::move(have);
+  if (logged.empty() && step <= last_logged_step_) {
+    LOCKSTEP_RETURN_IF_ERROR(side_.by_first("rollout log", [&] {
       Result<LoggedRollout> read = log.read();
       if (!read) return read.status();
       logged = std::move(read.value().completions);
@@ -294,14 +395,13 @@ Result<std::vector<Completion>> Loop::sample(std::span<const Request> requests) 
                              read.value().damaged_lines > 0 ? fmt::format(", {} damaged lines passed over", read.value().damaged_lines) : ""));
       return Status::ok();
     }));
-    peers_.broadcast(logged, "rollout log");
+    side_.broadcast(logged, "rollout log");
   }
   const std::vector<Request> missing = missing_requests(requests, logged);
-  Result<std::vector<Completion>> drawn = peers_.run(policy_->engine(), policy_->context(), missing, hooks_, label("rollout"),
-                                                     [&](std::span<const Completion> finished) { return log.append(finished); });
+  Result<std::vector<Completion>> drawn = side_.run(policy_->own_engine(), policy_->context(), missing, hooks_, label(step, "rollout"),
+                                                    [&](std::span<const Completion> finished) { return log.append(finished); });
   if (!drawn) return drawn.status();
-  report_.samples_logged += static_cast<int64_t>(logged.size());
-  report_.samples_drawn += static_cast<int64_t>(drawn.value().size());
+  num_logged_ = static_cast<int64_t>(logged.size());
   std::vector<Completion> all(logged.size() + drawn.value().size());
   std::merge(std::move_iterator(logged.begin()), std::move_iterator(logged.end()), std::move_iterator(drawn.value().begin()),
              std::move_iterator(drawn.value().end()), all.begin(), [](const Completion& a, const Completion& b) {
@@ -320,7 +420,7 @@ Status Loop::reward(std::vector<Group>& groups) {
       rows.push_back({g.prompt.text, t.text, g.prompt.label});
     }
   }
-  Result<std::vector<RewardResult>> verdicts = peers_.grade(*judge_, rows);
+  Result<std::vector<RewardResult>> verdicts = side_.grade(*judge_, rows);
   if (!verdicts) return verdicts.status();
   std::set<float> scores;
   for (size_t i = 0; i < judged.size(); ++i) {
@@ -403,23 +503,57 @@ Status Loop::advantage(std::vector<Group>& groups) {
   return Status::ok();
 }
 
+Status Loop::fetch_ahead() {
+  if (config_.rollout.ahead == 0 || fetched_) return fetch_status_;
+  const Stopwatch watch;
+  fetched_ = true;
+  Result<Batch> next = rollout(state_.step + 2);
+  fetch_status_ = next.status();
+  if (next) ahead_ = next.take();
+  fetch_seconds_ += watch.seconds();
+  return fetch_status_;
+}
+
+Status Loop::rescore_ahead() {
+  if (config_.rollout.ahead == 0 || !config_.model.exact() || rescored_) return Status::ok();
+  LOCKSTEP_RETURN_IF_ERROR(fetch_ahead());
+  const Stopwatch watch;
+  rescored_ = true;
+  std::vector<TrainSample> samples;
+  for (const Group& g : ahead_->groups)
+    for (const Trajectory& t : g.trajectories)
+      if (t.usable()) samples.push_back(train_sample(t));
+  if (samples.empty()) return Status::ok();
+  LOCKSTEP_RETURN_IF_ERROR(compare(ahead_->step, samples, policy_->actor().logprobs(samples), {}));
+  rescore_seconds_ += watch.seconds();
+  return Status::ok();
+}
+
+TrainSample Loop::train_sample(const Trajectory& t) const {
+  TrainSample s;
+  s.index = t.index;
+  s.tokens = t.tokens;
+  s.prompt_length = t.prompt_length;
+  s.mask = t.mask;
+  s.advantage = t.advantage;
+  s.rollout_logprob = t.logprobs;
+  s.temperature = config_.rollout.temperature;
+  s.choices = t.choices;
+  return s;
+}
+
 Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   const TrainOptions& o = config_.train;
   std::vector<TrainSample> samples;
+  std::vector<int64_t> lags;
   for (Group& g : groups) {
     for (Trajectory& t : g.trajectories) {
       if (!t.usable()) continue;
-      TrainSample s;
-      s.index = t.index;
-      s.tokens = t.tokens;
-      s.prompt_length = t.prompt_length;
-      s.mask = t.mask;
-      s.advantage = t.advantage;
-      s.rollout_logprob = t.logprobs;
-      if (config_.model.exact()) s.old_logprob = t.logprobs;  // the trainer's own, bit for bit: compare() below says so or the run stops
-      s.temperature = config_.rollout.temperature;
-      report_.train_tokens += static_cast<int64_t>(s.tokens.size());
-      samples.push_back(std::move(s));
+      samples.push_back(train_sample(t));
+      lags.push_back(lag(t));
+      // The trainer's own, bit for bit: compare() below says so or the run stops. Of weights that have changed since, the trainer computes its own.
+      if (config_.model.exact() && lags.back() == 0) samples.back().old_logprob = t.logprobs;
+      report_.train_tokens += static_cast<int64_t>(t.tokens.size());
     }
   }
   if (samples.empty()) {
@@ -439,9 +573,9 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   const std::span<TrainSample> later = std::span(samples).subspan(share(1));
   if (!later.empty()) {
     old = policy_->actor().logprobs(later);
-    LOCKSTEP_RETURN_IF_ERROR(compare(later, old));
-    if (!config_.model.exact())
-      for (size_t i = 0; i < later.size(); ++i) later[i].old_logprob = old[i].logprob;
+    LOCKSTEP_RETURN_IF_ERROR(compare(state_.step + 1, later, old, std::span(lags).subspan(share(1))));
+    for (size_t i = 0; i < later.size(); ++i)
+      if (later[i].old_logprob.empty()) later[i].old_logprob = old[i].logprob;
   }
   logprob_seconds_ = logprob_watch.seconds();
 
@@ -450,9 +584,13 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
     const std::span<const TrainSample> part = std::span(samples).subspan(share(k), share(k + 1) - share(k));
     std::vector<TokenLogprobs> seen;
     std::function<Status()> accept;  // before the weights change, so that a diagnosis runs under those that drew the samples
-    if (k == 0) accept = [&] { return compare(part, seen); };
+    if (k == 0) accept = [&] {
+      LOCKSTEP_RETURN_IF_ERROR(compare(state_.step + 1, part, seen, std::span(lags).first(part.size())));
+      return rescore_ahead();
+    };
     Result<StepMetrics> step = policy_->actor().step(part, o.loss, k == 0 ? &seen : nullptr, accept);
     if (!step) return step.status();
+    LOCKSTEP_RETURN_IF_ERROR(rescore_ahead());  // of a step without a trained token, which accepts nothing and changes nothing
     steps.push_back(step.take());
     hooks_.report(label("train"), static_cast<int64_t>(k + 1), static_cast<int64_t>(num_steps));
     if (k == 0) old.insert(old.begin(), seen.begin(), seen.end());
@@ -460,11 +598,13 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
 
   add_train_metrics(metrics, steps);
   metrics.emplace_back("train/step", static_cast<double>(policy_->actor().steps_done()));
-  std::vector<GapSample> gaps;
+  std::vector<GapSample> gaps, drift;
   double logprob_sum = 0, entropy_sum = 0, count = 0;
   for (size_t i = 0; i < samples.size(); ++i) {
-    gaps.push_back(
-        {.index = samples[i].index, .rollout = samples[i].rollout_logprob, .old = old[i].logprob, .mask = samples[i].mask});
+    drift.push_back({.index = samples[i].index, .rollout = samples[i].rollout_logprob, .old = old[i].logprob, .mask = samples[i].mask});
+    gaps.push_back(drift.back());
+    // Under the weights that drew them, an exact pair's trainer has computed the sampler's, or the run would have stopped.
+    if (config_.model.exact() && lags[i] > 0) gaps.back().old = samples[i].rollout_logprob;
     for (size_t t = 0; t < samples[i].mask.size(); ++t) {
       if (samples[i].mask[t] == 0) continue;
       logprob_sum += old[i].logprob[t];
@@ -477,6 +617,7 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
     metrics.emplace_back("rollout/entropy", entropy_sum / count);
   }
   add_gap_metrics(metrics, gaps);
+  if (config_.rollout.ahead > 0) add_staleness_metrics(metrics, drift, lags);
   if (!config_.model.exact()) {
     add_gap_deciles(metrics, gaps);
     report_.compared_tokens += static_cast<int64_t>(count);
@@ -485,12 +626,69 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   return Status::ok();
 }
 
-Status Loop::compare(std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen) {
+Status Loop::compare(int64_t step, std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen, std::span<const int64_t> lags) {
   if (!config_.model.exact()) return Status::ok();
+  if (std::any_of(lags.begin(), lags.end(), [](int64_t l) { return l > 0; })) {
+    std::vector<TrainSample> fresh;
+    std::vector<TokenLogprobs> fresh_seen;
+    for (size_t i = 0; i < lags.size(); ++i) {
+      if (lags[i] > 0) continue;
+      fresh.push_back(samples[i]);
+      fresh_seen.push_back(seen[i]);
+    }
+    return compare(step, fresh, fresh_seen, {});
+  }
   const Comparison c = compare_logprobs(samples, seen);
   report_.compared_tokens += c.num_tokens;
   if (!c.first) return Status::ok();
-  return errorf("step {}: {}", state_.step + 1, diagnose_difference(policy_->context(), policy_->model(), *c.first));
+  if (peers_.apart()) {
+    unequal_ = {c.first->sample_index, c.first->response_token, std::bit_cast<int32_t>(c.first->train_logprob), step};
+    return errorf("step {}: log-probs of sample {} differ", step, unequal_.sample);
+  }
+  return errorf("step {}: {}", step, diagnose_difference(policy_->context(), policy_->model(), *c.first));
+}
+
+Status Loop::meet(const Status& learnt, const Batch& batch) {
+  if (!peers_.apart()) return learnt;
+  int64_t found[] = {unequal_.sample, unequal_.token, unequal_.train_bits, unequal_.step};
+  peers_.group()->broadcast(std::span(found), 0, "step");
+  if (found[0] < 0) return peers_.told(learnt, "step", 0);
+  std::string text;
+  for (const Group& g : ahead_ && ahead_->step == found[3] ? ahead_->groups : batch.groups) {
+    for (const Trajectory& t : g.trajectories) {
+      if (t.index != found[0] || !peers_.samples()) continue;
+      text = diagnose_difference(policy_->context(), policy_->model(),
+                                 {.sample_index = t.index,
+                                  .tokens = t.tokens,
+                                  .prompt_length = t.prompt_length,
+                                  .response_token = found[1],
+                                  .temperature = config_.rollout.temperature,
+                                  .rollout_logprob = t.logprobs[static_cast<size_t>(found[1])],
+                                  .train_logprob = std::bit_cast<float>(static_cast<int32_t>(found[2]))});
+    }
+  }
+  peers_.tell(&text, "diagnosis", peers_.first_sampler());
+  return errorf("step {}: {}", found[3], text);
+}
+
+Status Loop::learn(std::vector<Group>& groups, Metrics& metrics, StepTimes& times) {
+  Stopwatch watch;
+  LOCKSTEP_RETURN_IF_ERROR(reward(groups));
+  LOCKSTEP_RETURN_IF_ERROR(advantage(groups));
+  times.reward = watch.lap();
+  if (config_.run.save_rollouts) {
+    LOCKSTEP_RETURN_IF_ERROR(side_.by_first("rollout records", [&] {
+      std::string records;
+      for (const Group& g : groups) {
+        for (const Trajectory& t : g.trajectories) records += trajectory_json(g, t) + "\n";
+      }
+      return dir_->write_rollouts(state_.step + 1, records);
+    }));
+  }
+  times.record = watch.lap();
+  metrics.emplace_back("rollout/step", static_cast<double>(state_.step + 1));
+  add_rollout_metrics(metrics, groups);
+  return train(groups, metrics);
 }
 
 Status Loop::evaluate_now() {
@@ -541,8 +739,13 @@ Status Loop::record_sync(const Result<std::optional<SyncReceipt>>& receipt) {
 Status Loop::save() {
   const Stopwatch watch;
   LOCKSTEP_RETURN_IF_ERROR(save_run(
-      dir_.get(), peers_, [&](const std::string& directory) { return policy_->save(directory); }, state_, config_.resolved,
-      config_.run.keep_checkpoints));
+      dir_.get(), peers_,
+      [&](const std::string& directory) {
+        LOCKSTEP_RETURN_IF_ERROR(policy_->save(directory));
+        if (!ahead_ || !peers_.first()) return Status::ok();
+        return atomic_write(directory + "/" + kInFlightFile, in_flight_log(*ahead_).text(ahead_->completions));
+      },
+      state_, config_.resolved, config_.run.keep_checkpoints));
   if (dir_) report_.checkpoint = dir_->checkpoint_path(state_.step);
   report_.save_seconds += watch.seconds();
   return Status::ok();
@@ -554,36 +757,28 @@ Status Loop::run() {
   if (state_.step == 0 && run.eval_every > 0) LOCKSTEP_RETURN_IF_ERROR(evaluate_now());
   while (state_.step < run.steps) {
     Stopwatch watch;
-    const Actor& actor = policy_->actor();
-    const double forward_before = actor.forward_seconds(), backward_before = actor.backward_seconds(),
-                 optimizer_before = actor.optimizer_seconds();
+    StepTimes times;
+    const ActorTimes actor_before = actor_times();
     const int64_t rollout_before = report_.rollout_tokens, train_before = report_.train_tokens;
 
-    Result<std::vector<Group>> made = rollout();
+    Result<Batch> made = ahead_ ? std::move(*ahead_) : rollout(state_.step + 1);
     if (!made) return made.status();
-    std::vector<Group>& groups = made.value();
-    const double rollout_s = watch.lap();
-
-    LOCKSTEP_RETURN_IF_ERROR(reward(groups));
-    LOCKSTEP_RETURN_IF_ERROR(advantage(groups));
-    const double reward_s = watch.lap();
-    if (run.save_rollouts) {
-      LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("rollout records", [&] {
-        std::string records;
-        for (const Group& g : groups) {
-          for (const Trajectory& t : g.trajectories) records += trajectory_json(g, t) + "\n";
-        }
-        return dir_->write_rollouts(state_.step + 1, records);
-      }));
-    }
-    const double record_s = watch.lap();
+    Batch& batch = made.value();
+    ahead_.reset();
+    fetched_ = rescored_ = false;
+    fetch_seconds_ = rescore_seconds_ = 0;
+    times.rollout = watch.lap();
+    if (peers_.samples()) (void)fetch_ahead();  // its status is looked at when all ranks have it
 
     Metrics metrics;
-    metrics.emplace_back("rollout/step", static_cast<double>(state_.step + 1));
-    add_rollout_metrics(metrics, groups);
-    LOCKSTEP_RETURN_IF_ERROR(train(groups, metrics));
+    Status learnt = fetch_status_;
+    if (learnt && peers_.trains()) learnt = learn(batch.groups, metrics, times);
+    LOCKSTEP_RETURN_IF_ERROR(fetch_ahead());
+    LOCKSTEP_RETURN_IF_ERROR(meet(learnt, batch));
     if (const Status same = same_weights(); !same) return errorf("step {}: {}", state_.step + 1, same.message());
-    const double train_s = watch.lap();
+    times.rollout += fetch_seconds_;
+    times.train = watch.lap() - times.reward - times.record - fetch_seconds_;
+    logprob_seconds_ += rescore_seconds_;
 
     ++state_.step;
     const Result<std::optional<SyncReceipt>> receipt = policy_->sync();
@@ -592,31 +787,32 @@ Status Loop::run() {
       metrics.emplace_back("sync/saturated", receipt.value()->quantized.saturated);
       metrics.emplace_back("sync/underflowed", receipt.value()->quantized.underflowed);
     }
-    const double sync_s = watch.lap();
-    state_.cursor = task_->cursor();
+    times.sync = watch.lap();
+    state_.cursor = batch.cursor;
     report_.last_step = state_.step;
-    report_.rollout_seconds += rollout_s;
-    report_.reward_seconds += reward_s;
-    report_.train_seconds += train_s;
-    report_.save_seconds += record_s;
+    report_.rollout_seconds += times.rollout;
+    report_.reward_seconds += times.reward;
+    report_.train_seconds += times.train;
+    report_.save_seconds += times.record;
     LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("metrics", [&] { return dir_->append_metrics(metrics_line(state_.step, metrics)); }));
 
-    const double rollout_rate = static_cast<double>(report_.rollout_tokens - rollout_before) / rollout_s;
-    const double train_rate = static_cast<double>(report_.train_tokens - train_before) / train_s;
+    const double rollout_rate = static_cast<double>(report_.rollout_tokens - rollout_before) / times.rollout;
+    const double train_rate = static_cast<double>(report_.train_tokens - train_before) / times.train;
     const double step_s = watch.seconds();
     const std::vector<float> waits = take_waits();
+    const ActorTimes actor_now = actor_times();
     JsonLine timing;
     timing.add("step", state_.step)
         .add("perf/step_time", step_s)
-        .add("perf/rollout_time", rollout_s)
-        .add("perf/reward_time", reward_s)
-        .add("perf/train_time", train_s)
+        .add("perf/rollout_time", times.rollout)
+        .add("perf/reward_time", times.reward)
+        .add("perf/train_time", times.train)
         .add("perf/log_probs_time", logprob_seconds_)
-        .add("perf/actor_train_time", train_s - logprob_seconds_)
-        .add("perf/actor_forward_time", actor.forward_seconds() - forward_before)
-        .add("perf/actor_backward_time", actor.backward_seconds() - backward_before)
-        .add("perf/sync_time", sync_s)
-        .add("perf/optimizer_time", actor.optimizer_seconds() - optimizer_before)
+        .add("perf/actor_train_time", times.train - logprob_seconds_)
+        .add("perf/actor_forward_time", actor_now.forward - actor_before.forward)
+        .add("perf/actor_backward_time", actor_now.backward - actor_before.backward)
+        .add("perf/sync_time", times.sync)
+        .add("perf/optimizer_time", actor_now.optimizer - actor_before.optimizer)
         .add("perf/rollout_tok_per_s", rollout_rate)
         .add("perf/actor_train_tok_per_s", train_rate);
     if (receipt.value() && receipt.value()->delta) timing.add("perf/update_weights_density", receipt.value()->density());

@@ -1,8 +1,8 @@
 #pragma once
 // The reinforcement learning loop: task -> rollout -> reward -> advantage -> train -> new version -> rollout.
 //
-// Of one process, or of many ranks, which share each step's prompts and samples; trainer and sampler each have a layout over the same ranks
-// (rl/layouts.h). Rank 0 writes the run directory. The samples drawn from given weights are the same for any number of ranks; gradients differ by the order in
+// Of one process, or of many ranks, which share each step's prompts and samples; trainer and sampler each have a layout, over the same ranks or each over
+// its own (rl/layouts.h). Rank 0 writes the run directory. The samples drawn from given weights are the same for any number of ranks; gradients differ by the order in
 // which they are added, so a run repeats to the bit with as many ranks, and may be resumed with another number.
 
 #include <cstdint>
@@ -41,6 +41,7 @@ struct RolloutOptions {
   int64_t max_new_tokens = 64;
   int64_t max_running = 64;
   int64_t max_batch_tokens = 1024;
+  int64_t ahead = 0;  // steps that the sampler is ahead of the trainer: 0 or 1
 };
 
 // rl spec 7.
@@ -78,7 +79,7 @@ struct LoopReport {
   double max_gap = 0;                     // largest |trainer - sampler| over all of them: in an exact pair a run that ends well has 0
   int64_t rollout_tokens = 0, train_tokens = 0;
   int64_t samples_drawn = 0;   // by any rank, those of evaluations not counted
-  int64_t samples_logged = 0;  // taken from an earlier start's log instead
+  int64_t samples_logged = 0;  // taken from an earlier start's log or checkpoint instead
   double rollout_seconds = 0, reward_seconds = 0, train_seconds = 0, eval_seconds = 0, save_seconds = 0;
   std::string checkpoint;  // the newest complete one
 };

@@ -66,6 +66,21 @@ int64_t total_bytes(const MemoryByOwner& memory) {
   return sum;
 }
 
+namespace {
+
+// Choices that are repeated, as the forward takes them.
+int64_t choice_bytes(const ModelConfig& m, const Shard& shard, ReplayKind replay, int64_t tokens) {
+  int64_t bytes = 0;
+  for (int64_t i = shard.layers.begin; i < shard.layers.end && replay != ReplayKind::none; ++i) {
+    const LayerConfig& l = m.layers[static_cast<size_t>(i)];
+    bytes += f32(tokens * m.experts_per_token);
+    if (replay == ReplayKind::routing_index && l.attention == AttentionKind::csa) bytes += f32(tokens * m.selected_columns(l.ratio));
+  }
+  return bytes;
+}
+
+}  // namespace
+
 MemoryByOwner actor_bytes(const TrainerShape& t, const TrainStepCalls& calls, const ActorOptions& options, int rank) {
   const ModelConfig& m = t.config;
   const Grid grid(t.layout);
@@ -113,7 +128,8 @@ MemoryByOwner actor_bytes(const TrainerShape& t, const TrainStepCalls& calls, co
         const int64_t bytes = kept_expert_row_bytes(m, t.numerics, t.layout.ep, rows);
         row_bytes = calls.recompute ? std::max(row_bytes, bytes) : row_bytes + bytes;
       }
-      const int64_t bytes = kept_activation_bytes(m, t.numerics, shard, kept) + batch_bytes(m, t.numerics, shard, call, page_tokens);
+      const int64_t bytes = kept_activation_bytes(m, t.numerics, shard, kept) + batch_bytes(m, t.numerics, shard, call, page_tokens) +
+                            choice_bytes(m, shard, options.replay, call.tokens());
       if (bytes > largest) largest = bytes, rows_of_largest = row_bytes;
       int64_t needed = 0;
       for (const int64_t rows : call.sequences) needed += pages_for(rows);

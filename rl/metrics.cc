@@ -137,6 +137,26 @@ void add_gap_deciles(Metrics& metrics, std::span<const GapSample> samples) {
     if (deciles[i]) metrics.emplace_back(fmt::format("gap/decile_{}/logprob_abs_diff_tok", i), *deciles[i]);
 }
 
+void add_staleness_metrics(Metrics& metrics, std::span<const GapSample> samples, std::span<const int64_t> lags) {
+  std::map<int64_t, std::vector<GapSample>> by_lag;
+  double sum = 0;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    by_lag[lags[i]].push_back(samples[i]);
+    sum += static_cast<double>(lags[i]);
+  }
+  if (by_lag.empty()) return;
+  metrics.emplace_back("staleness/lag/mean", sum / static_cast<double>(samples.size()));
+  metrics.emplace_back("staleness/lag/max", static_cast<double>(by_lag.rbegin()->first));
+  for (const auto& [lag, of_lag] : by_lag) {
+    const GapMetrics m = gap_metrics(of_lag);
+    const std::pair<const char*, std::optional<double>> values[] = {
+        {"logprob_abs_diff_tok", m.logprob_abs_diff_tok}, {"k1", m.gap_k1}, {"k3", m.gap_k3}, {"ess", m.ess}};
+    metrics.emplace_back(fmt::format("staleness/lag_{}/tokens", lag), static_cast<double>(m.tokens));
+    for (const auto& [name, value] : values)
+      if (value) metrics.emplace_back(fmt::format("staleness/lag_{}/{}", lag, name), *value);
+  }
+}
+
 double find_metric(const Metrics& metrics, const std::string& name) {
   for (const auto& [key, value] : metrics) {
     if (key == name) return value;

@@ -16,16 +16,21 @@ namespace lockstep {
 
 namespace {
 
-// Completions as words: prompt id (low half, high half), sample index, reason, number of tokens, tokens, log-probs, versions.
+// Completions as words: prompt id (low half, high half), sample index, reason, numbers of tokens, chosen experts and chosen entries, then these: tokens,
+// log-probs, versions, two experts a word, entries.
 void append_words(std::vector<int32_t>& words, const Completion& c) {
   words.push_back(static_cast<int32_t>(static_cast<uint32_t>(c.prompt_id)));
   words.push_back(static_cast<int32_t>(static_cast<uint32_t>(c.prompt_id >> 32)));
   words.push_back(c.sample_idx);
   words.push_back(static_cast<int32_t>(c.reason));
-  words.push_back(static_cast<int32_t>(c.tokens.size()));
+  for (const size_t n : {c.tokens.size(), c.choices.experts.size(), c.choices.entries.size()}) words.push_back(static_cast<int32_t>(n));
   words.insert(words.end(), c.tokens.begin(), c.tokens.end());
   for (const float l : c.logprobs) words.push_back(std::bit_cast<int32_t>(l));
   words.insert(words.end(), c.versions.begin(), c.versions.end());
+  const std::vector<uint16_t>& experts = c.choices.experts;
+  words.resize(words.size() + (experts.size() + 1) / 2);
+  if (!experts.empty()) std::memcpy(&words[words.size() - (experts.size() + 1) / 2], experts.data(), experts.size() * sizeof(uint16_t));
+  words.insert(words.end(), c.choices.entries.begin(), c.choices.entries.end());
 }
 
 std::vector<Completion> read_words(std::span<const int32_t> words) {
@@ -36,7 +41,7 @@ std::vector<Completion> read_words(std::span<const int32_t> words) {
     c.prompt_id = low | high << 32;
     c.sample_idx = *at++;
     c.reason = static_cast<FinishReason>(*at++);
-    const auto n = static_cast<size_t>(*at++);
+    const auto n = static_cast<size_t>(*at++), experts = static_cast<size_t>(*at++), entries = static_cast<size_t>(*at++);
     c.tokens.assign(at, at + n);
     at += n;
     c.logprobs.resize(n);
@@ -44,6 +49,11 @@ std::vector<Completion> read_words(std::span<const int32_t> words) {
     at += n;
     c.versions.assign(at, at + n);
     at += n;
+    c.choices.experts.resize(experts);
+    if (experts > 0) std::memcpy(c.choices.experts.data(), at, experts * sizeof(uint16_t));
+    at += (experts + 1) / 2;
+    c.choices.entries.assign(at, at + entries);
+    at += entries;
   }
   return completions;
 }
@@ -80,13 +90,21 @@ std::vector<Request> samples_of(std::span<const Request> requests, int engines, 
 
 }  // namespace
 
-Status Peers::agree(const Status& mine, Purpose p) const { return alone() ? mine : world_->all().agree(mine, p); }
+Peers Peers::side() const {
+  Peers own = *this;
+  if (!apart()) return own;
+  own.group_ = groups_->side->size() > 1 ? groups_->side.get() : nullptr;
+  own.is_side_ = true;
+  return own;
+}
+
+Status Peers::agree(const Status& mine, Purpose p) const { return alone() ? mine : group_->agree(mine, p); }
 
 Status Peers::same(uint64_t value, const char* what, int64_t kind) const {
   if (alone()) return Status::ok();
   std::vector<int64_t> all(static_cast<size_t>(2 * size()));
   const int64_t mine[] = {kind, std::bit_cast<int64_t>(value)};
-  world_->all().all_gather(std::span(all), std::span(mine), what);
+  group_->all_gather(std::span(all), std::span(mine), what);
   for (size_t r = 0; r < all.size() / 2; ++r) {
     size_t first = 0;
     while (all[2 * first] != all[2 * r]) ++first;
@@ -108,31 +126,38 @@ uint64_t Peers::sum(uint64_t mine, const char* what) const {
   if (alone()) return mine;
   std::vector<int64_t> all(static_cast<size_t>(size()));
   const auto word = std::bit_cast<int64_t>(mine);
-  world_->all().all_gather(std::span(all), std::span(&word, 1), what);
+  group_->all_gather(std::span(all), std::span(&word, 1), what);
   uint64_t sum = 0;
   for (const int64_t v : all) sum += std::bit_cast<uint64_t>(v);
   return sum;
 }
 
-void Peers::tell(std::string* text, Purpose p) const {
-  if (!alone()) world_->all().broadcast(text, 0, p);
+void Peers::tell(std::string* text, Purpose p, int from) const {
+  if (!alone()) group_->broadcast(text, from, p);
+}
+
+Status Peers::told(const Status& mine, Purpose p, int from) const {
+  std::string text = mine ? "" : "!" + mine.message();
+  tell(&text, p, from);
+  return text.empty() ? Status::ok() : Status::error(text.substr(1));
 }
 
 int Peers::threads(int64_t asked) const {
   if (alone() || asked > 0) return static_cast<int>(asked);
   std::vector<int64_t> hosts(static_cast<size_t>(size()));
   const auto mine = std::bit_cast<int64_t>(checksum(this_process().host));
-  world_->all().all_gather(std::span(hosts), std::span(&mine, 1), "hosts");
+  group_->all_gather(std::span(hosts), std::span(&mine, 1), "hosts");
   const auto neighbours = std::count(hosts.begin(), hosts.end(), mine);
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency() / neighbours));
 }
 
-Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
+Result<std::vector<Completion>> Peers::run(Engine* engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
                                            const std::string& label, const OnFinished& on_finished) const {
-  if (alone()) return run_requests(engine, requests, hooks, label, on_finished);
+  if (apart()) return share(samples() ? side().run(engine, c, requests, hooks, label, on_finished) : std::vector<Completion>());
+  if (alone()) return run_requests(*engine, requests, hooks, label, on_finished);
   const std::vector<Request> share = samples_of(requests, num_engines(), engine_of(rank()));
-  LOCKSTEP_RETURN_IF_ERROR(agree(submit_requests(engine, share), "rollout"));
-  Result<std::vector<Completion>> mine = finish_requests(engine, share, hooks, label, leads_engine() ? on_finished : OnFinished());
+  LOCKSTEP_RETURN_IF_ERROR(agree(submit_requests(*engine, share), "rollout"));
+  Result<std::vector<Completion>> mine = finish_requests(*engine, share, hooks, label, leads_engine() ? on_finished : OnFinished());
   LOCKSTEP_RETURN_IF_ERROR(agree(mine.status(), "rollout"));
 
   std::vector<int32_t> words;
@@ -142,22 +167,29 @@ Result<std::vector<Completion>> Peers::run(Engine& engine, Context& c, std::span
   if (!leads_engine()) words.clear();
   std::vector<int64_t> counts(static_cast<size_t>(size()));
   const auto count = static_cast<int64_t>(words.size());
-  world_->all().all_gather(std::span(counts), std::span(&count, 1), "completions");
+  group_->all_gather(std::span(counts), std::span(&count, 1), "completions");
   const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   std::vector<int32_t> all(static_cast<size_t>(total));
-  world_->all().all_gather(c, TensorView(all.data(), DType::i32, {total}), TensorView(words.data(), DType::i32, {count}), counts,
+  group_->all_gather(c, TensorView(all.data(), DType::i32, {total}), TensorView(words.data(), DType::i32, {count}), counts,
                            "completions");
 
   return read_words(all);
 }
 
-void Peers::broadcast(std::vector<Completion>& completions, const char* what) const {
+Result<std::vector<Completion>> Peers::share(Result<std::vector<Completion>> drawn) const {
+  if (!apart()) return drawn;
+  LOCKSTEP_RETURN_IF_ERROR(told(drawn.status(), "rollout", first_sampler()));
+  broadcast(drawn.value(), "completions", first_sampler());
+  return drawn;
+}
+
+void Peers::broadcast(std::vector<Completion>& completions, const char* what, int from) const {
   if (alone()) return;
   std::vector<int32_t> words;
-  if (first())
+  if (rank() == from)
     for (const Completion& c : completions) append_words(words, c);
   std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int32_t));
-  world_->all().broadcast(&bytes, 0, what);
+  group_->broadcast(&bytes, from, what);
   words.resize(bytes.size() / sizeof(int32_t));
   std::memcpy(words.data(), bytes.data(), bytes.size());
   completions = read_words(words);

@@ -59,6 +59,7 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
 
 // What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
 // that the system kills later. Activations come on top.
+// `use` is that of this rank.
 Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& use, const Shard& held, const Shard* sampler, Numerics sampler_numerics, Device device) {
   const double owners = use.ranks == nullptr ? 1 : use.ranks->layouts.train.dp;
   double weights = 0, training = 0, state = 0;
@@ -92,7 +93,7 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
                 use.sample ? use.engine.max_running : 0, state / kGiB, device == Device::gpu ? "GPU" : "machine", physical / kGiB);
 }
 
-Groups* trainers(const PolicyUse& use) { return use.ranks == nullptr ? nullptr : &use.ranks->train; }
+Groups* trainers(const PolicyUse& use) { return use.ranks == nullptr ? nullptr : &*use.ranks->train; }
 
 std::string mebibytes(size_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
 
@@ -149,7 +150,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   if (options.device == Device::gpu) LOCKSTEP_RETURN_IF_ERROR(device_available());
   RunGroups* const ranks = use.ranks;
   if (is_directory(options.init)) {
-    LOCKSTEP_RETURN_IF_ERROR(ranks == nullptr ? check_checkpoint(options.init) : check_checkpoint(options.init, ranks->train.rank, ranks->train.grid.ranks()));
+    LOCKSTEP_RETURN_IF_ERROR(ranks == nullptr ? check_checkpoint(options.init) : check_checkpoint(options.init, ranks->rank(), ranks->all->size()));
   }
   Result<ModelConfig> config = find_model_config(options);
   if (!config) return config.status();
@@ -178,27 +179,22 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   const Placement trainer = ranks != nullptr ? ranks->trainer : Placement{.shards = {whole}, .numerics = options.numerics};
   const Placement sampler = ranks != nullptr ? ranks->sampler : Placement{.shards = {whole}, .numerics = options.sampler_numerics()};
   const bool apart = use.train && use.sample && (use.apart || trainer != sampler);
+  PolicyUse own = use;
+  own.train = use.train && (ranks == nullptr || ranks->train);
+  own.sample = use.sample && (ranks == nullptr || ranks->rollout);
   const Shard& sampled = ranks != nullptr ? ranks->sampler_shard() : whole;
   const Shard held = ranks == nullptr ? whole_shard(config.value()) : use.train ? ranks->trainer_shard() : ranks->sampler_shard();
   if (apart && !can_follow(trainer.numerics, sampler.numerics)) {
     return errorf("rollout.numerics is {}, which cannot be made from weights trained in model.numerics {}; a trainer in bf16 goes with a sampler in bf16, fp8 or fp4",
                   numerics_name(sampler.numerics), numerics_name(trainer.numerics));
   }
-  if (use.actor.replay != ReplayKind::none) {
-    if (!apart || trainer.shards != sampler.shards || held.layers.size() != config.value().num_layers())
-      return errorf("train.replay runs the sampler's weights over the trainer's rows: it needs rollout.numerics other than model.numerics, and one layout "
-                    "for both (parallel.pp 1, parallel.rollout_tp and rollout_ep as the trainer's)");
-    if (storage_dtype(trainer.numerics) != storage_dtype(sampler.numerics))
-      return errorf("train.replay: model.numerics {} keeps another dtype than rollout.numerics {}; use bf16 for the trainer", numerics_name(trainer.numerics),
-                    numerics_name(sampler.numerics));
-  }
   if (options.device == Device::gpu && (held.tp > 1 || (ranks != nullptr && ranks->layouts.train.ep > 1)))
     return errorf("device = gpu goes with parallel.pp and dp; heads and experts are not yet spread over GPUs: set parallel.tp and ep to 1, or device = cpu");
   if (apart && options.device == Device::gpu) {
-    return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, or set "
-                  "device = cpu");
+    return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, "
+                  "parallel.rollout_ranks 0, or set device = cpu");
   }
-  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, use, held, apart ? &sampled : nullptr, sampler.numerics, options.device));
+  LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, own, held, apart ? &sampled : nullptr, sampler.numerics, options.device));
 
   std::unique_ptr<Policy> p(new Policy(options.device, num_threads(use.threads)));
   p->config_ = config.take();
@@ -210,45 +206,54 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   if (apart) {
     p->sampler_weights_ = std::make_unique<Weights>(p->config_, sampler.numerics, sampled, *p->weights_arena_);
     p->model_.weights = p->sampler_weights_.get();
-    p->transfer_ = std::make_unique<Transfer>(ranks != nullptr ? ranks->train.all : nullptr, *p->weights_, *p->sampler_weights_, trainer, sampler,
+    p->transfer_ = std::make_unique<Transfer>(ranks != nullptr ? ranks->all : nullptr, *p->weights_, *p->sampler_weights_, trainer, sampler,
                                               [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_, use.sync);
   }
-  if (ranks != nullptr && use.sample) {
-    if (ranks->rollout.tp.size() > 1) p->model_.tp = &ranks->rollout.tp;
-    if (ranks->rollout.ep.size() > 1) p->model_.ep = &ranks->rollout.ep;
+  if (ranks != nullptr && own.sample) {
+    if (ranks->rollout->tp.size() > 1) p->model_.tp = &ranks->rollout->tp;
+    if (ranks->rollout->ep.size() > 1) p->model_.ep = &ranks->rollout->ep;
   }
   p->model_.rope = make_rope_tables(p->context(), p->config_, use.engine.max_context, *p->rope_arena_);
   p->model_.cache = {options.kv_fp8, options.index_fp4};
   p->ranks_ = ranks;
   const Result<ReadBox> source = weight_source(options, p->config_, use.seed);
   if (!source) return source.status();
-  if (use.train) {
+  if (own.train) {
     p->actor_ = std::make_unique<Actor>(p->context(), *p->weights_, p->model_.rope, use.optimizer, actor_options(options, use), trainers(use));
-    if (use.actor.replay != ReplayKind::none) p->actor_->replay(*p->sampler_weights_);
     LOCKSTEP_RETURN_IF_ERROR(p->actor_->load_masters(source.value()));
-  } else {
+  } else if (!use.train) {
     LOCKSTEP_RETURN_IF_ERROR(p->weights_->load(p->context(), source.value(), 0));
   }
-  if (use.sample) {
+  if (own.sample) {
     p->state_arena_ = std::make_unique<Arena>("sequence state", kArenaReserve, options.device);
     p->engine_ = std::make_unique<Engine>(p->context(), p->model_, use.engine, *p->state_arena_);
   }
   return p;
 }
 
+// Ranks that do not train hear from the first one which version the trainers have.
+void Policy::follow_trainers() {
+  if (ranks_ == nullptr || !ranks_->layouts.apart) return;
+  int64_t version = weights_->version();
+  ranks_->all->broadcast(std::span(&version, 1), 0, "weights version");
+  if (!actor_) weights_->commit(context(), version);
+}
+
 Result<std::optional<SyncReceipt>> Policy::publish() {
   if (!transfer_) return std::optional<SyncReceipt>();
   transfer_->forget();
+  follow_trainers();
   return transfer();
 }
 
 Result<std::optional<SyncReceipt>> Policy::sync() {
+  if (transfer_) follow_trainers();
   if (!transfer_ || weights_->version() == sampler_weights_->version()) return std::optional<SyncReceipt>();
   return transfer();
 }
 
 Result<std::optional<SyncReceipt>> Policy::transfer() {
-  const int64_t running = engine_->load().running;
+  const int64_t running = engine_ ? engine_->load().running : 0;
   const Status quiet = running == 0 ? Status::ok() : errorf("{} samples hold state of version {}", running, sampler_weights_->version());
   Result<SyncReceipt> receipt = transfer_->update(context(), [this](int id) { return actor_->master(id); }, quiet);
   if (!receipt) return receipt.status();
@@ -256,8 +261,9 @@ Result<std::optional<SyncReceipt>> Policy::transfer() {
 }
 
 Policy::WeightsSum Policy::weights_sum() {
-  const Coordinates at = ranks_ == nullptr ? Coordinates() : ranks_->train.at();
-  const int replica = ranks_ == nullptr ? 0 : ranks_->train.grid.ep_block(ranks_->train.rank);
+  if (ranks_ != nullptr && !ranks_->train) return {};
+  const Coordinates at = ranks_ == nullptr ? Coordinates() : ranks_->train->at();
+  const int replica = ranks_ == nullptr ? 0 : ranks_->train->grid.ep_block(ranks_->train->rank);
   const Numerics numerics = weights_->numerics();
   WeightsSum sum;
   // Every stored element with its place in the whole tensor, mixed, so that the order of adding does not matter.
@@ -308,8 +314,9 @@ std::string Policy::memory_report() {
 }
 
 Status Policy::save(const std::string& directory) const {
+  if (!actor_) return Status::ok();
   LOCKSTEP_RETURN_IF_ERROR(actor_->save(directory));
-  if (ranks_ != nullptr && ranks_->train.rank > 0) return Status::ok();
+  if (ranks_ != nullptr && ranks_->rank() > 0) return Status::ok();
   LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kConfigFile, model_config_json(config_)));
   return tokenizer_->save(directory);
 }
@@ -319,7 +326,7 @@ Status Policy::load(const std::string& directory) {
   if (!config) return config.status();
   if (config.value() != config_)
     return errorf("{}/{}: the checkpoint's model is not the one that the run describes", directory, kConfigFile);
-  return actor_->load(directory);
+  return actor_ ? actor_->load(directory) : Status::ok();
 }
 
 Status Policy::load_beside(const std::string& checkpoint) {
@@ -356,7 +363,9 @@ Result<std::unique_ptr<ReferencePolicy>> ReferencePolicy::make(Policy& policy, c
   r->arena_ = std::make_unique<Arena>("reference weights", kArenaReserve, options.device);
   const Shard held = use.ranks == nullptr ? whole_shard(policy.config()) : use.ranks->trainer_shard();
   r->weights_ = std::make_unique<Weights>(policy.config(), options.numerics, held, *r->arena_);
-  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, actor_options(options, use), trainers(use));
+  ActorOptions actor = actor_options(options, use);
+  actor.replay = ReplayKind::none;  // of its own mind
+  r->actor_ = std::make_unique<Actor>(policy.context(), *r->weights_, policy.model().rope, use.optimizer, actor, trainers(use));
   const Result<ReadBox> source = weight_source(options, policy.config(), use.seed);
   if (!source) return source.status();
   LOCKSTEP_RETURN_IF_ERROR(r->actor_->load_masters(source.value()));

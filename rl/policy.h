@@ -3,7 +3,8 @@
 // actor. Owns them all; everything else in this room borrows. One thread at a time.
 //
 // Of many ranks each has its shards in both layouts. Where these are the same on every rank, and the numerics are, engine and actor read the same
-// weights; otherwise the engine has its own, which publish() and sync() bring to the actor's version (sync/transfer.h).
+// weights; otherwise the engine has its own, which publish() and sync() bring to the actor's version (sync/transfer.h). Where trainers and samplers are
+// different ranks, a rank has an actor or an engine, and weights of the other kind without a tensor in them.
 
 #include <cstdint>
 #include <memory>
@@ -44,12 +45,12 @@ struct PolicyUse {
   uint64_t seed = 0;          // of random weights
   int threads = 0;            // 0: one a core
   EngineOptions engine = {};  // max_context bounds prompt + response, in sampling and training
-  bool sample = true;         // make an engine
-  bool train = false;         // make an actor
+  bool sample = true;         // make an engine, on ranks that sample
+  bool train = false;         // make an actor, on ranks that train
   bool apart = false;         // of both: the sampler has weights of its own even where it could read the actor's
   bool text = true;           // false: no tokenizer is looked for, and neither tokenizer() nor save() may be called
   OptimizerConfig optimizer = {};
-  ActorOptions actor = {};  // its replay REQUIRES a sampler with weights of its own, in the trainer's layout
+  ActorOptions actor = {};
   SyncOptions sync = {};       // of weights that the sampler has for itself
   RunGroups* ranks = nullptr;  // that work together, and outlive the policy; null: alone
 };
@@ -65,14 +66,16 @@ class Policy {
   const Tokenizer& tokenizer() const { return *tokenizer_; }
   const Weights& weights() const { return *model_.weights; }  // the sampler's, or without one the actor's
   const Model& model() const { return model_; }               // of these weights
+  int64_t trained_version() const { return weights_->version(); }  // of the actor's
   // Of the actor's rounded weights, bit by bit and place by place.
   struct WeightsSum {
     uint64_t held = 0;   // what this rank holds: equal on ranks that hold the same parts
     uint64_t share = 0;  // added over all ranks it depends on the weights alone, not on the layout
   };
   WeightsSum weights_sum();
-  Engine& engine() { return *engine_; }  // REQUIRES: use.sample
-  Actor& actor() { return *actor_; }     // REQUIRES: use.train
+  Engine& engine() { return *engine_; }        // REQUIRES: use.sample
+  Engine* own_engine() { return engine_.get(); }  // null on ranks without
+  Actor& actor() { return *actor_; }           // REQUIRES: use.train, on ranks that train
   // All ranks: the actor's weights to the sampler's. publish: all of them, after make() or load(). sync: what optimizer steps change. Both give the
   // receipt if anything was transferred; an error leaves the sampler as it was.
   Result<std::optional<SyncReceipt>> publish();
@@ -96,6 +99,7 @@ class Policy {
  private:
   Policy(Device device, int threads);
   Result<std::optional<SyncReceipt>> transfer();
+  void follow_trainers();
 
   DeviceContext context_;
   ModelConfig config_;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/status.h"
+#include "model/choices.h"
 
 namespace lockstep {
 
@@ -39,6 +40,7 @@ struct Trajectory {
   std::vector<uint8_t> mask;      // [R] 1: trained
   std::vector<float> logprobs;    // [R] of the distribution each token was drawn from
   std::vector<int32_t> versions;  // [R] policy version that drew each token
+  ChoiceLog choices;              // of the sampler, where the trainer repeats them
   TrajectoryStatus status = TrajectoryStatus::completed;
   std::string failure;  // why status is failed
   std::string text;     // the response, without a stop token

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <charconv>
 #include <filesystem>
 #include <optional>
 #include <set>
@@ -25,8 +26,35 @@ uint64_t sampling_sum(const SamplingOptions& s) {
 }
 
 uint64_t request_key(int64_t step, uint64_t weights, const Request& r) {
-  const std::string text = fmt::format("{} {:016x} {} {} {:016x}", step, weights, r.seed, r.prompt_id, sampling_sum(r.sampling));
+  std::string text = fmt::format("{} {:016x} {} {} {:016x}", step, weights, r.seed, r.prompt_id, sampling_sum(r.sampling));
+  if (r.record != ReplayKind::none) text += fmt::format(" {}", static_cast<int>(r.record));  // a line without choices is of no use then
   return XXH64(r.prompt.data(), r.prompt.size() * sizeof(int32_t), XXH64(text.data(), text.size(), 0));
+}
+
+// Numbers one behind the other, as many digits each.
+template <typename T>
+std::string hex_of(const std::vector<T>& numbers) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  text.reserve(2 * sizeof(T) * numbers.size());
+  for (const T n : numbers)
+    for (int shift = 8 * static_cast<int>(sizeof(T)) - 4; shift >= 0; shift -= 4) text += kDigits[static_cast<uint32_t>(n) >> shift & 15];
+  return text;
+}
+
+template <typename T>
+bool read_hex(const JsonValue& object, const char* name, std::vector<T>* out) {
+  const JsonValue* v = object.find(name);
+  if (v == nullptr) return true;
+  constexpr size_t kDigits = 2 * sizeof(T);
+  if (!v->is(JsonValue::Kind::string) || v->text.size() % kDigits != 0) return false;
+  for (size_t at = 0; at < v->text.size(); at += kDigits) {
+    uint32_t n = 0;
+    const char *from = v->text.data() + at, *to = from + kDigits;
+    if (const auto [end, error] = std::from_chars(from, to, n, 16); error != std::errc() || end != to) return false;
+    out->push_back(static_cast<T>(n));
+  }
+  return true;
 }
 
 JsonLine completion_line(uint64_t key, const Completion& c) {
@@ -41,6 +69,8 @@ JsonLine completion_line(uint64_t key, const Completion& c) {
       .add("tokens", std::span<const int32_t>(c.tokens))
       .add("logprob_bits", std::span<const int32_t>(bits))
       .add("versions", std::span<const int32_t>(c.versions));
+  if (!c.choices.experts.empty()) line.add("experts", hex_of(c.choices.experts));
+  if (!c.choices.entries.empty()) line.add("entries", hex_of(c.choices.entries));
   return line;
 }
 
@@ -68,6 +98,7 @@ std::optional<std::pair<Completion, std::string>> parse_completion(const JsonVal
   const JsonValue *key = line.find("key"), *reason = line.find("reason");
   if (key == nullptr || reason == nullptr || !read_number(line, "prompt_id", &prompt_id) || !read_number(line, "sample_idx", &sample_idx) ||
       !read_numbers(line, "tokens", &c.tokens) || !read_numbers(line, "logprob_bits", &bits) || !read_numbers(line, "versions", &c.versions) ||
+      !read_hex(line, "experts", &c.choices.experts) || !read_hex(line, "entries", &c.choices.entries) ||
       c.tokens.empty() || bits.size() != c.tokens.size() || c.versions.size() != c.tokens.size())
     return std::nullopt;
   c.prompt_id = static_cast<uint64_t>(prompt_id);
@@ -83,8 +114,12 @@ std::optional<std::pair<Completion, std::string>> parse_completion(const JsonVal
   return std::pair(std::move(c), key->text);
 }
 
-bool by_prompt_and_sample(const Completion& a, const Completion& b) {
-  return std::pair(a.prompt_id, a.sample_idx) < std::pair(b.prompt_id, b.sample_idx);
+// By prompt id and sample index, the first of each.
+void keep_one_each(std::vector<Completion>& completions) {
+  const auto place = [](const Completion& c) { return std::pair(c.prompt_id, c.sample_idx); };
+  std::stable_sort(completions.begin(), completions.end(), [&](const Completion& a, const Completion& b) { return place(a) < place(b); });
+  completions.erase(std::unique(completions.begin(), completions.end(), [&](const Completion& a, const Completion& b) { return place(a) == place(b); }),
+                    completions.end());
 }
 
 }  // namespace
@@ -111,33 +146,42 @@ Result<LoggedRollout> RolloutLog::read() const {
   if (error) return errorf("cannot list {}: {}", directory_, error.message());
   std::sort(paths.begin(), paths.end());
 
-  std::set<std::pair<uint64_t, int32_t>> seen;
   for (const std::string& path : paths) {
     Result<std::string> text = read_file(path);
     if (!text) return text.status();
-    for_each_checked_line(text.value(), [&](const JsonValue* object) {
-      if (object != nullptr && object->find("key") == nullptr) return;  // a header
-      auto parsed = object != nullptr ? parse_completion(*object) : std::nullopt;
-      if (!parsed) {
-        ++found.damaged_lines;
-        return;
-      }
-      Completion& c = parsed->first;
-      const auto wanted = requests_.find(c.prompt_id);
-      if (wanted == requests_.end() || parsed->second != hex_digits(wanted->second.key)) {
-        ++found.foreign_lines;
-        return;
-      }
-      const int64_t place = int64_t{c.sample_idx} - wanted->second.first_sample;
-      if (place < 0 || place >= wanted->second.num_samples) return;  // there were more samples a prompt
-      if (seen.emplace(c.prompt_id, c.sample_idx).second) found.completions.push_back(std::move(c));
-    });
+    take(text.value(), found);
   }
-  std::sort(found.completions.begin(), found.completions.end(), by_prompt_and_sample);
+  keep_one_each(found.completions);
   return found;
 }
 
-Status RolloutLog::append(std::span<const Completion> finished) {
+LoggedRollout RolloutLog::read_text(std::string_view text) const {
+  LoggedRollout found;
+  take(text, found);
+  keep_one_each(found.completions);
+  return found;
+}
+
+void RolloutLog::take(std::string_view text, LoggedRollout& found) const {
+  for_each_checked_line(text, [&](const JsonValue* object) {
+    if (object != nullptr && object->find("key") == nullptr) return;  // a header
+    auto parsed = object != nullptr ? parse_completion(*object) : std::nullopt;
+    if (!parsed) {
+      ++found.damaged_lines;
+      return;
+    }
+    Completion& c = parsed->first;
+    const auto wanted = requests_.find(c.prompt_id);
+    if (wanted == requests_.end() || parsed->second != hex_digits(wanted->second.key)) {
+      ++found.foreign_lines;
+      return;
+    }
+    const int64_t place = int64_t{c.sample_idx} - wanted->second.first_sample;
+    if (place >= 0 && place < wanted->second.num_samples) found.completions.push_back(std::move(c));  // else there were more samples a prompt
+  });
+}
+
+std::string RolloutLog::text(std::span<const Completion> finished) const {
   std::string text;
   for (const Completion& c : finished) {
     if (c.reason == FinishReason::abort) continue;
@@ -145,6 +189,11 @@ Status RolloutLog::append(std::span<const Completion> finished) {
     CHECK(wanted != requests_.end(), "prompt {} is not of this step", c.prompt_id);
     text += checked_line(completion_line(wanted->second.key, c)) + "\n";
   }
+  return text;
+}
+
+Status RolloutLog::append(std::span<const Completion> finished) {
+  std::string text = this->text(finished);
   if (text.empty()) return Status::ok();
   if (!file_.is_open()) {
     LOCKSTEP_RETURN_IF_ERROR(make_directories(directory_));

@@ -8,6 +8,7 @@
 //   {"key":"...","prompt_id":96,"sample_idx":2,"reason":"stop","tokens":[12,9,1],"logprob_bits":[...],"versions":[11,11,11],"sum":"..."}
 //
 // `sum` is XXH64 of the line without it: a line that a crash cut off or a disk damaged is passed over, and so is whatever stands around it.
+// Recorded choices of the sampler (model/choices.h) are "experts" and "entries", in hexadecimal, 4 and 8 digits each.
 // `key` is XXH64 of all that the sample's words depend on: step, weights, seed, prompt id and tokens, sampling options. A line is taken for
 // a request only if the request gives the same key, so logs of other weights or settings are harmless wherever they come from, and the
 // header is for people. Log-probs are kept as the bits of their f32. Nothing is synced: a power cut costs samples, never their correctness.
@@ -16,6 +17,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/file.h"
@@ -38,10 +40,16 @@ class RolloutLog {
   // What any ranks of this or an earlier start finished of the requests. Call it before any rank appends. None if there is no directory.
   Result<LoggedRollout> read() const;
 
+  // The same of a text of such lines, and what append() writes of completions.
+  LoggedRollout read_text(std::string_view text) const;
+  std::string text(std::span<const Completion> finished) const;
+
   // Adds lines to this rank's file with one write; aborted completions are left out. After an error nothing of the batch stays behind.
   Status append(std::span<const Completion> finished);
 
  private:
+  void take(std::string_view text, LoggedRollout& found) const;
+
   std::string directory_, path_;
   std::string header_;
   struct Wanted {

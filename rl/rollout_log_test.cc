@@ -100,6 +100,24 @@ TEST_F(TokenLogTest, EveryRanksCompletionsComeBackToTheBit) {
   EXPECT_EQ(found.damaged_lines + found.foreign_lines, 0);
 }
 
+// Also what the sampler chose; a line without is no use to a run that repeats it.
+TEST_F(TokenLogTest, ChoicesComeBackToTheBit) {
+  std::vector<Completion> list = some({{8, 0}, {8, 1}});
+  list[0].choices = {.experts = {0, 65535, 7}, .entries = {-1, 2147483647, 0}};
+  list[1].choices = {.experts = {1}, .entries = {}};
+  std::vector<Request> recorded = requests_;
+  for (Request& r : recorded) r.record = ReplayKind::routing_index;
+  RolloutLog with(directory(), kStep, kWeights, recorded, 0);
+  ASSERT_TRUE(succeeds(log(1).append(some({{8, 2}}))));
+  ASSERT_TRUE(succeeds(with.append(list)));
+  const LoggedRollout found = read_with(with);
+  EXPECT_EQ(names(found.completions), "8.0 8.1 ");
+  EXPECT_EQ(found.foreign_lines, 1);
+  EXPECT_TRUE(found.completions[0].choices == list[0].choices);
+  EXPECT_TRUE(found.completions[1].choices == list[1].choices);
+  EXPECT_TRUE(read_with(with).completions[0].tokens == list[0].tokens);
+}
+
 TEST_F(TokenLogTest, AbortedOnesAreLeftOut) {
   std::vector<Completion> list = some({{8, 0}, {8, 1}});
   list[0].reason = FinishReason::abort;

@@ -146,7 +146,7 @@ Planner::Side Planner::trainer(const Layout& layout) const {
   const int64_t exchange_rows = Model().exchange_rows;
   const TrainerShape shape{m, p_.numerics, layout, stages, optimizer, exchange_rows};
   const TrainStepCalls calls = step_calls(p_, layout);
-  const ActorOptions options{.max_tokens_per_microbatch = p_.microbatch_tokens, .recompute = p_.recompute};
+  const ActorOptions options{.max_tokens_per_microbatch = p_.microbatch_tokens, .recompute = p_.recompute, .replay = p_.replay};
   const std::vector<ModelCall>& own = calls.micro_batches.front();
   const ModelCall& full = own.front();
   const auto M = static_cast<double>(own.size());
@@ -268,12 +268,15 @@ Planner::Side Planner::sampler(const Layout& layout) const {
     sum = t;
     if (repeated) sum.calls *= steps, sum.bytes.sent *= steps, sum.bytes.received *= steps;
   }
+  const int64_t words_of_choices = choice_words(ChoiceLayout(m, p_.replay), rows_);
   for (int d = 0; d < layout.dp; ++d) {
     EngineCalls& e = engines[static_cast<size_t>(d)];
     e = {.forwards = {}, .draws = {}, .steps = 0, .samples = part_of(total, layout.dp, d).size(), .tokens = part_of(total, layout.dp, d).size() * p_.response_tokens};
+    e.choice_words = e.samples * words_of_choices;
   }
   const TrafficByName ends = rollout_traffic(m, p_.numerics, layout, exchange_rows, engines, 0);
   if (const auto it = ends.find("completions"); it != ends.end()) side.plan.traffic["completions"] = it->second;
+  if (p_.rollout_ranks > 0) add_traffic(side.plan.traffic, share_traffic(total, total * p_.response_tokens, total * words_of_choices, p_.ranks, p_.ranks, p_.ranks + p_.rollout_ranks));
 
   const Ways w = ways(side.plan.traffic, grid, 0, [](std::string_view) { return true; });
   const auto decode_steps = static_cast<double>(steps);
@@ -298,11 +301,7 @@ PlanPart Planner::sync(const Side& trainer, const Side& sampler, CommBytes* busi
   const OptimizerConfig optimizer;
   Placement from = placement_of(p_.model, Grid(trainer.plan.layout), trainer.plan.stages, p_.numerics);
   Placement to = placement_of(p_.model, Grid(sampler.plan.layout), sampler.plan.stages, p_.numerics);
-  if (p_.rollout_ranks > 0) {  // one side holds nothing where the other is
-    const Shard nothing{.layers = {0, 0}, .embedding = false, .head = false, .experts = {0, 0}};
-    to.shards.insert(to.shards.begin(), from.shards.size(), nothing);
-    from.shards.resize(to.shards.size(), nothing);
-  }
+  if (p_.rollout_ranks > 0) place_apart(from, to);
   const SyncPlan plan = make_plan(p_.model, from, to, [&](const TensorSpec& t) { return is_trained(t, optimizer); });
   const std::vector<TensorSpec> table = tensor_table(p_.model);
   struct Moved {
@@ -399,7 +398,14 @@ const char* PlanPart::bound() const {
 double RunPlan::seconds() const {
   double sum = 0;
   for (const PlanPart& part : parts) sum += part.seconds;
-  return sum;
+  // The trainers run what was drawn once, forward alone, before their optimizer: a third or a quarter of what they do besides.
+  const double rollout = parts[0].seconds, train = parts[1].seconds;
+  return input.ahead && !shared ? sum - std::min(rollout, train) + rescore_seconds() : sum;
+}
+
+double RunPlan::rescore_seconds() const {
+  const bool exact = !input.rollout_fp8 || is_quantized(input.numerics);
+  return input.ahead && exact ? parts[1].seconds / (input.recompute ? 4 : 3) : 0;
 }
 
 double RunPlan::memory_traffic() const {
@@ -533,7 +539,8 @@ std::string plan_text(const RunPlan& plan) {
   for (const PlanPart& part : plan.parts)
     text += fmt::format("{:<10} {:>9.3f}  {:<9} {:>9.3f} {:>9.3f} {:>9.3f} {:>9.3f} {:>9.3f}\n", part.name, part.seconds, part.bound(), part.compute, part.memory,
                         part.links, part.network, part.host);
-  text += fmt::format("{:<10} {:>9.3f}  pipeline bubble {:.1f}% of train\n", "together", plan.seconds(), 100 * plan.bubble);
+  const std::string ahead = p.ahead && !plan.shared ? fmt::format("; rollout beside training, and {:.3f} s to compare its log-probs", plan.rescore_seconds()) : "";
+  text += fmt::format("{:<10} {:>9.3f}  pipeline bubble {:.1f}% of train{}\n", "together", plan.seconds(), 100 * plan.bubble, ahead);
   text += fmt::format("{:.3g} FLOP of training, {:.3g} of rollout, all ranks; {:.2f} TB through the memory of the busiest; its sync {:.2f} GB sent, {:.2f} received\n",
                       plan.train_flops, plan.rollout_flops, plan.memory_traffic() / 1e12, static_cast<double>(plan.sync.sent) / 1e9,
                       static_cast<double>(plan.sync.received) / 1e9);

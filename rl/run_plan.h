@@ -45,6 +45,8 @@ struct PlanInput {
   int64_t prompts = 32, samples = 8, prompt_tokens = 1024, response_tokens = 4096;
   int64_t microbatch_tokens = 8192, max_running = 48;
   bool recompute = false, offload_optimizer = false;
+  ReplayKind replay = ReplayKind::none;
+  bool ahead = false;  // ranks of their own sample while others train
   double hot = 1.5;  // rows of the fullest rank's experts, of an even share
 };
 
@@ -79,6 +81,7 @@ struct RunPlan {
   CommBytes sync;                             // of the busiest rank
   std::vector<PlanPart> parts;                // rollout, train, optimizer, sync
   double seconds() const;
+  double rescore_seconds() const;  // with `ahead`, of an exact pair: the trainers' forward over what was drawn, within seconds()
   double memory_traffic() const;  // bytes that the busiest rank reads and writes in its own memory, a step
 };
 

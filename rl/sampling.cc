@@ -63,6 +63,7 @@ Trajectory make_trajectory(const Prompt& prompt, const Completion& completion, i
   t.mask.assign(completion.tokens.size(), 1);
   t.logprobs = completion.logprobs;
   t.versions = completion.versions;
+  t.choices = completion.choices;
   t.text = response_text(tokenizer, completion.tokens);
   switch (completion.reason) {
     case FinishReason::stop: t.status = TrajectoryStatus::completed; break;

@@ -150,6 +150,9 @@ void add_run(Counter& counter, const std::vector<TensorSpec>& table, const Gradi
   counter.add("weights", all_gather_bytes(bytes, 1, index), (longest + step - 1) / step);
 }
 
+// Completions travel as 32-bit words: seven each, token, log-prob and version of each token, and what the sampler chose.
+int64_t completion_words(int64_t samples, int64_t tokens, int64_t choice_words) { return 7 * samples + 3 * tokens + choice_words; }
+
 // By rank: rows of the dp indices, which the first tp rank of the last stage brings.
 std::vector<int64_t> rows_of_speakers(const Grid& grid, std::span<const int64_t> by_dp) {
   std::vector<int64_t> rows(static_cast<size_t>(grid.ranks()));
@@ -245,7 +248,8 @@ TrafficByName train_step_traffic(const TrainerShape& t, const TrainStepCalls& ca
 
 TrafficByName sync_traffic(const TrainerShape& t, const Placement& to, const WantedTensors& wanted, int64_t bucket_bytes, int rank) {
   const Grid grid(t.layout);
-  const Placement from = placement_of(t.config, grid, t.stages, t.numerics);
+  Placement from = placement_of(t.config, grid, t.stages, t.numerics);
+  from.shards.resize(to.shards.size(), {.layers = {}, .embedding = false, .head = false, .experts = {}});
   const SyncPlan plan = make_plan(t.config, from, to, wanted);
   Counter counter;
   if (plan.ranks == 1) return counter.take();
@@ -257,7 +261,7 @@ TrafficByName sync_traffic(const TrainerShape& t, const Placement& to, const Wan
   counter.add("weights agreed", all_reduce_int_bytes(1, plan.ranks));
   counter.add("weights agreed", all_gather_bytes(one_each, sizeof(int64_t), rank));  // a hash of each
   if (is_quantized(to.numerics)) counter.add("weights agreed", all_reduce_int_bytes(Transfer::kTotals, plan.ranks));
-  if (!is_quantized(to.numerics) || is_quantized(from.numerics)) return counter.take();
+  if (!is_quantized(to.numerics) || is_quantized(from.numerics) || rank >= grid.ranks()) return counter.take();
   // The masters of trained tensors are spread; each rank quantises whole ones.
   const std::vector<TensorSpec> table = tensor_table(t.config, from.shards[static_cast<size_t>(rank)]);
   const GradientPlaces places = gradient_places(table, [&](const TensorSpec& s) { return is_trained(s, t.optimizer); });
@@ -304,16 +308,33 @@ TrafficByName rollout_traffic(const ModelConfig& config, Numerics numerics, cons
   const int ranks = grid.ranks();
   if (ranks == 1) return counter.take();
   for (int i = 0; i < 2; ++i) counter.add("rollout", all_reduce_int_bytes(1, ranks));  // all took their requests; all finished them
-  // A completion travels as 32-bit words: five of its own, and token, log-prob and version of each. The first rank of an engine brings them.
+  // The first rank of an engine brings its completions.
   std::vector<int64_t> words(static_cast<size_t>(ranks));
   for (int d = 0; d < layout.dp; ++d) {
     const EngineCalls& e = engines[static_cast<size_t>(d)];
-    words[static_cast<size_t>(grid.rank_of({.tp = 0, .pp = 0, .dp = d}))] = 5 * e.samples + 3 * e.tokens;
+    words[static_cast<size_t>(grid.rank_of({.tp = 0, .pp = 0, .dp = d}))] = completion_words(e.samples, e.tokens, e.choice_words);
   }
   const std::vector<int64_t> one_each(static_cast<size_t>(ranks), 1);
   counter.add("completions", all_gather_bytes(one_each, 2 * sizeof(int64_t), rank));  // whose, and a hash
   counter.add("completions", all_gather_bytes(one_each, sizeof(int64_t), rank));      // how many words
   counter.add("completions", all_gather_bytes(words, sizeof(int32_t), rank));
+  return counter.take();
+}
+
+int64_t choice_words(const ChoiceLayout& layout, int64_t rows) { return (layout.experts_of(rows) + 1) / 2 + layout.entries_of(rows); }
+
+TrafficByName share_traffic(int64_t samples, int64_t tokens, int64_t choice_words, int first_sampler, int rank, int ranks) {
+  Counter counter;
+  const bool root = rank == first_sampler;
+  counter.add("rollout", broadcast_bytes(sizeof(int64_t), ranks, root));  // of no error
+  counter.add("completions", broadcast_bytes(sizeof(int64_t), ranks, root));
+  counter.add("completions", broadcast_bytes(completion_words(samples, tokens, choice_words) * static_cast<int64_t>(sizeof(int32_t)), ranks, root));
+  return counter.take();
+}
+
+TrafficByName version_traffic(int rank, int ranks) {
+  Counter counter;
+  counter.add("weights version", broadcast_bytes(sizeof(int64_t), ranks, rank == 0));
   return counter.take();
 }
 

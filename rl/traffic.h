@@ -17,7 +17,13 @@
 //   weights begin, weights, check, agreed       all                        the update of a sampler with another layout            sync/plan.h
 //   masters                                     dp; replicas of experts    f32, whole tensors that a quantised sampler is made of  here
 //   engine step                                 ep group, a step           whether anyone has work                                here
-//   rollout, completions                        all                        16 + 24 bytes, and 20 + 12 a token of each response     here
+//   rollout, completions                        all                        16 + 24 bytes, and 28 + 12 a token of each response     here
+//
+// With train.replay responses have the sampler's choices besides (model/choices.h). `all` are those of a layout. Where trainers and samplers are different ranks, there is between everyone besides:
+//
+//   weights, weights check, weights agreed      everyone                   as above                                               sync/plan.h
+//   weights version                             everyone                   8 bytes                                                here
+//   rollout, completions                        everyone                   8 + 8 bytes, and 28 + 12 a token of each response      here
 
 #include <functional>
 #include <map>
@@ -72,7 +78,8 @@ struct TrainerShape {
 };
 TrafficByName train_step_traffic(const TrainerShape& trainer, const TrainStepCalls& calls, int rank);
 
-// One Transfer::update of the trainer's ranks, all of what is `wanted` (a delta moves less, how much less is not known before), and the Actor::master that it asks for.
+// One Transfer::update, all of what is `wanted` (a delta moves less, how much less is not known before), and the Actor::master that it asks for. `to`: of all
+// ranks, the trainer's first.
 TrafficByName sync_traffic(const TrainerShape& trainer, const Placement& to, const WantedTensors& wanted, int64_t bucket_bytes, int rank);
 
 // One Peers::run as one engine (the ranks of a dp index) takes part.
@@ -81,9 +88,17 @@ struct EngineCalls {
   std::vector<int64_t> draws;   // of each call that computes logits: its rows
   int64_t steps = 0;            // with or without own work
   int64_t samples = 0, tokens = 0;  // of its responses
+  int64_t choice_words = 0;         // choice_words() of these
 };
+// 32-bit words that a sample's recorded choices take.
+int64_t choice_words(const ChoiceLayout& layout, int64_t rows);
 TrafficByName rollout_traffic(const ModelConfig& config, Numerics numerics, const Layout& layout, int64_t exchange_rows, std::span<const EngineCalls> engines,
                               int rank);
+
+// One Peers::share of so many samples, tokens of their responses, and words of choices.
+TrafficByName share_traffic(int64_t samples, int64_t tokens, int64_t choice_words, int first_sampler, int rank, int ranks);
+// What Policy::sync says before its update.
+TrafficByName version_traffic(int rank, int ranks);
 
 // Sums by name.
 void add_traffic(TrafficByName& sum, const TrafficByName& more);

@@ -41,6 +41,7 @@ struct Engine::Impl {
   struct Active {
     Request request;
     std::vector<int32_t> tokens;        // prompt and log
+    ChoiceLog choices;                  // of the rows that were run of them
     int32_t started = 0, finished = 0;  // samples
   };
   struct Running {
@@ -55,7 +56,8 @@ struct Engine::Impl {
         scheduler(pages, options.max_running, options.max_batch_tokens, options.cache_slots),
         state(config, model.weights->numerics(), options.max_running + 1 + options.cache_slots, num_pages, page_tokens, arena),
         builder(config, page_tokens),
-        kept_hidden(arena.tensor(model.weights->dtype(), {1, config.hidden_size}, "engine.kept_hidden")) {
+        kept_hidden(arena.tensor(model.weights->dtype(), {1, config.hidden_size}, "engine.kept_hidden")),
+        routing(config, ReplayKind::routing), routing_index(config, ReplayKind::routing_index) {
     CHECK(arena.device() == c.device && c.workspace->device() == c.device, "arenas of another device than the context's");
     CHECK(options.max_context <= config.max_positions && options.max_context <= model.rope.window.rows(),
           "a context of {} for a model of {} positions with rotations for {}", options.max_context, config.max_positions,
@@ -85,6 +87,8 @@ struct Engine::Impl {
   }
   void abort_unstarted(const Active& active);
   TensorView run_forward(const Plan& plan);
+  const ChoiceLayout& layout_of(ReplayKind kind) const { return kind == ReplayKind::routing ? routing : routing_index; }
+  void record_rows(int layer, std::string_view point, ConstTensorView seen);
   void start(const PlannedDraw& draw);
   SampleParams sample_params(const Running& r) const;
   void append(int32_t slot, int32_t token, float logprob);
@@ -108,6 +112,17 @@ struct Engine::Impl {
   std::vector<Completion> done;
   std::vector<Drawn> drawn;  // by the last step
   EngineStats stats;
+
+  // Of the forward at hand: where the choices of a sequence's rows go.
+  struct Recording {
+    ChoiceLog* log;
+    const ChoiceLayout* layout;
+    int64_t first, count;  // rows of the sequence
+    int64_t row;           // of the call, the first of them
+  };
+  std::vector<Recording> recordings;
+  const ChoiceLayout routing, routing_index;
+  const Probe record = [this](int layer, std::string_view point, ConstTensorView seen) { record_rows(layer, point, seen); };
 
   // Kept for their capacity.
   std::vector<SequenceRows> rows;
@@ -145,6 +160,8 @@ Status Engine::Impl::check(const Request& request) const {
   if (s.min_new_tokens > 0 && s.stop_ids.size() > 1)
     return errorf("prompt {}: min_new_tokens {} with {} stop ids; at most one can be held back", request.prompt_id,
                   s.min_new_tokens, s.stop_ids.size());
+  if (request.record != ReplayKind::none && options.cache_slots > 0)
+    return errorf("prompt {}: choices are to be recorded, which an engine with a prefix cache does not see of all rows", request.prompt_id);
   const TokenLog& log = request.log;
   if (log.tokens.empty()) return Status::ok();
   if (request.num_samples != 1 || log.logprobs.size() != log.tokens.size() || log.versions.size() != log.tokens.size() ||
@@ -161,7 +178,7 @@ Status Engine::Impl::check(const Request& request) const {
 // REQUIRES: check(request).
 void Engine::Impl::add(Request request) {
   const int64_t id = next_request++;
-  Active& active = requests.emplace(id, Active{.request = std::move(request), .tokens = {}}).first->second;
+  Active& active = requests.emplace(id, Active{.request = std::move(request), .tokens = {}, .choices = {}}).first->second;
   const Request& r = active.request;
   active.tokens = r.prompt;
   active.tokens.insert(active.tokens.end(), r.log.tokens.begin(), r.log.tokens.end());
@@ -176,14 +193,24 @@ void Engine::Impl::add(Request request) {
 // Runs the plan's rows and returns the hidden row of every draw, [draws, D].
 TensorView Engine::Impl::run_forward(const Plan& plan) {
   rows.clear();
+  recordings.clear();
+  int64_t num_rows = 0;
   for (const PlannedRows& r : plan.rows) {
+    const Running& sample = running[static_cast<size_t>(r.slot)];
+    Active& active = r.prompt ? requests.at(r.request) : *sample.active;
+    if (active.request.record != ReplayKind::none) {
+      ChoiceLog& log = r.prompt ? active.choices : running[static_cast<size_t>(r.slot)].completion.choices;
+      const ChoiceLayout& layout = layout_of(active.request.record);
+      layout.resize(log, r.first_position + r.count);
+      recordings.push_back({&log, &layout, r.first_position, r.count, num_rows});
+    }
+    num_rows += r.count;
     std::span<const int32_t> tokens;
     if (r.prompt) {
-      tokens = std::span(requests.at(r.request).tokens)
-                   .subspan(static_cast<size_t>(r.first_position), static_cast<size_t>(r.count));
+      tokens = std::span(active.tokens).subspan(static_cast<size_t>(r.first_position), static_cast<size_t>(r.count));
       stats.prefill_tokens += r.count;
     } else {
-      tokens = std::span(running[static_cast<size_t>(r.slot)].completion.tokens).last(1);
+      tokens = std::span(sample.completion.tokens).last(1);
     }
     const size_t covering = static_cast<size_t>(pages.pages_for(r.first_position + r.count));
     rows.push_back(
@@ -194,8 +221,10 @@ TensorView Engine::Impl::run_forward(const Plan& plan) {
   TensorView drawn = c.workspace->tensor(kept_hidden.dtype, {num_draws, config.hidden_size}, "engine.drawn");
   TensorView hidden;
   ArenaScope scope(*c.workspace);
+  Model recorded = model;
+  if (!recordings.empty()) recorded.probe = &record;
   for (const SlotCopy& copy : plan.restores) state.copy_slot(c, copy.to, copy.from);
-  if (!rows.empty() || has_peers()) hidden = forward(c, model, builder.build(c, *c.workspace, rows, WantedRows::last_of_each), state, nullptr);
+  if (!rows.empty() || has_peers()) hidden = forward(c, recorded, builder.build(c, *c.workspace, rows, WantedRows::last_of_each), state, nullptr);
 
   for (const SlotCopy& copy : plan.saves) state.copy_slot(c, copy.to, copy.from);
 
@@ -213,6 +242,18 @@ TensorView Engine::Impl::run_forward(const Plan& plan) {
     if (plan.draws[static_cast<size_t>(i)].rows < 0) copy(c, drawn.slice(i, 1), kept_hidden);
   if (plan.keep >= 0) copy(c, kept_hidden, hidden.slice(plan.keep, 1));
   return drawn;
+}
+
+void Engine::Impl::record_rows(int layer, std::string_view point, ConstTensorView seen) {
+  if (const bool experts = point == "ffn.ids", entries = point == "attn.selected"; experts || entries) {
+    const ArenaScope host_scope(*c.host);
+    const ConstTensorView rows = on_host(c, seen);
+    for (const Recording& r : recordings) {
+      if (experts) r.layout->put_experts(*r.log, r.first, layer, rows.slice(r.row, r.count));
+      if (entries && r.layout->kind() == ReplayKind::routing_index) r.layout->put_entries(*r.log, r.first, layer, rows.slice(r.row, r.count));
+    }
+  }
+  if (model.probe != nullptr) (*model.probe)(layer, point, seen);
 }
 
 void Engine::Impl::start(const PlannedDraw& draw) {
@@ -234,6 +275,7 @@ void Engine::Impl::start(const PlannedDraw& draw) {
   r.completion.tokens.insert(r.completion.tokens.end(), log.tokens.begin(), log.tokens.end());
   r.completion.logprobs.insert(r.completion.logprobs.end(), log.logprobs.begin(), log.logprobs.end());
   r.completion.versions.insert(r.completion.versions.end(), log.versions.begin(), log.versions.end());
+  r.completion.choices = active.choices;
 }
 
 SampleParams Engine::Impl::sample_params(const Running& r) const {

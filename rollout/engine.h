@@ -19,6 +19,8 @@
 // exchanges of every layer), and while one has, those without join with an empty batch. So all ep ranks call step() until it is false, in
 // evaluations too, and one with nothing to do has no shorter day than the busiest: balance requests over them.
 //
+// Request::record: each forward's choices of experts and entries go beside the rows that they are of, with the prompt's to every sample.
+//
 // Not thread-safe; one engine belongs to one thread. Weights may be reloaded between steps only when load().running is 0, which idle() implies and
 // retract_all() brings about (no state of an older version is in use).
 

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "model/choices.h"
+
 namespace lockstep {
 
 struct SamplingOptions {
@@ -35,6 +37,7 @@ struct Request {
   // What the sample said before it was interrupted, by which it continues as if it had not been (one sample only; max_new_tokens counts from
   // the prompt, and no token of it ends the sample).
   TokenLog log = {};
+  ReplayKind record = ReplayKind::none;  // choices that completions tell
 };
 
 enum class FinishReason : uint8_t { stop, length, abort };
@@ -49,6 +52,7 @@ struct Completion {
   std::vector<float> logprobs;    // log of the probability each token was drawn with
   std::vector<int32_t> versions;  // policy version of each token
   FinishReason reason = FinishReason::length;
+  ChoiceLog choices;  // Request::record: of the rows that were run, which are prompt and response but its last token
 };
 
 // One token as it is drawn.

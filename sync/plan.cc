@@ -53,6 +53,12 @@ Placement placement_of(const ModelConfig& config, const Grid& grid, const StageL
   return p;
 }
 
+void place_apart(Placement& trainer, Placement& sampler) {
+  const Shard nothing{.layers = {}, .embedding = false, .head = false, .experts = {}};
+  sampler.shards.insert(sampler.shards.begin(), trainer.shards.size(), nothing);
+  trainer.shards.resize(sampler.shards.size(), nothing);
+}
+
 Box blocks_of(const TensorSpec& spec, Numerics n, const Box& box) {
   const BlockGrid rows = spec.row_grid(n), columns = spec.col_grid(n);
   return {{rows.blocks_in(box.rows.begin), rows.blocks_in(box.rows.end)}, {columns.blocks_in(box.columns.begin), columns.blocks_in(box.columns.end)}};

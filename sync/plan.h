@@ -31,6 +31,9 @@ struct Placement {
 // That of a layout. REQUIRES: one that resolve_layout accepted for this config, and its stages.
 Placement placement_of(const ModelConfig& config, const Grid& grid, const StageLayers& stages, Numerics numerics);
 
+// Of placements over different ranks ones over all of these, the trainer's first: each side holds nothing where the other is.
+void place_apart(Placement& trainer, Placement& sampler);
+
 struct Copy {
   int tensor = 0;  // id
   Box box;         // in the whole tensor: of its numbers, or of its blocks

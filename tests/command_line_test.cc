@@ -149,6 +149,32 @@ TEST_F(CommandLine, AFullDiskFailsTheWorkAndResumes) {
   expect(lockstep("train run.toml --resume"), 0, "checkpoint run/checkpoints/step_000001");
 }
 
+// Two trainers and two samplers, as four ranks, against two ranks that do both.
+TEST_F(CommandLine, SamplersOnOtherRanksLeaveTheSameRun) {
+  if (std::string_view(MPIRUN_COMMAND).empty()) return;
+  prepare();
+  const std::string train = "train run.toml --set run.steps=3 --set run.eval_every=2 --set train.entropy_coef=0.01 ";
+  const auto compare = [&](const std::string& layout, const std::string& sampler) {
+    fs::remove_all(path("run"));
+    fs::remove_all(path("apart"));
+    expect(lockstep(train + layout, MPIRUN_COMMAND " -n 2"), 0, "largest gap 0;");
+    expect(lockstep(train + layout + "--set run.dir=apart --set parallel.rollout_ranks=2 " + sampler, MPIRUN_COMMAND " -n 4"), 0, "largest gap 0;");
+    int files = 0;
+    for (const auto& entry : fs::recursive_directory_iterator(path("run"))) {
+      const std::string name = fs::relative(entry.path(), path("run"));
+      const bool settings = name.ends_with("config.resolved.toml") || name.ends_with("checksums.json");
+      if (!entry.is_regular_file() || settings || (!name.starts_with("rollouts/") && !name.starts_with("evals/") && !name.starts_with("checkpoints/") && name != "metrics.jsonl")) continue;
+      EXPECT_TRUE(text_of("run/" + name) == text_of("apart/" + name)) << name << " differs";
+      ++files;
+    }
+    EXPECT_GE(files, 10) << "metrics, three steps' rollouts, two evaluations, the last checkpoint's two of each rank";
+  };
+  compare("", "--set parallel.rollout_tp=2");
+  compare("--set parallel.pp=2 ", "--set parallel.rollout_ep=2");
+  compare("--set parallel.ep=2 ", "");
+  expect(lockstep(train + "--set run.dir=none --set parallel.rollout_ranks=2", MPIRUN_COMMAND " -n 2"), 2, "parallel.rollout_ranks is 2 of 2 ranks");
+}
+
 TEST_F(CommandLine, OutputThatIsLostIsNotSuccess) {
   prepare();
   EXPECT_EQ(lockstep("train run.toml").exit_code, 0);
@@ -350,6 +376,8 @@ TEST_F(CommandLine, Plan) {
   expect(fits, 0, "flash: 284.332 B parameters, 13.270 B active; draft block 6.610 B, with it 290.942 B");
   expect(fits, 0, "trainer   16 ranks: tp 1, pp 4, ep 4, dp 4");
   expect(fits, 0, "\nit fits\n");
+  expect(lockstep(flash + "--offload-optimizer --ahead"), 0, "rollout beside training, and 0.000 s");
+  expect(lockstep("plan --model flash --device mi355x --ranks 16 --pp 4 --ep 4 --rollout-ranks 16 --rollout-ep 8 --offload-optimizer --ahead"), 0, "rollout beside training, and 1.");
   const Outcome large = lockstep(flash);
   expect(large, 1, "it does not fit: the trainer needs");
   expect(large, 1, "its largest owner: masters and moments (");

@@ -5,12 +5,14 @@
 
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <set>
 
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "io/checked_line.h"
 #include "io/json.h"
 #include "model/checkpoint_boxes.h"
 #include "parallel/testing.h"
@@ -227,6 +229,226 @@ TEST_F(DataParallel, TheSamplersLayoutChangesNothing) {
     EXPECT_EQ(version, 4);
     EXPECT_EQ(checksums.size(), 4u);
   }
+}
+
+// Samplers on ranks of their own, one rank that trains: the run's files have the bytes of one process alone, checkpoints included, and either goes on
+// where the other stopped.
+TEST_F(DataParallel, SamplersOnOtherRanksChangeNothing) {
+  LoopConfig config = loop_config("alone", 4);
+  config.run.checkpoint_every = 2;
+  config.run.eval_every = 2;
+  config.rollout.prompts_per_step = 3;
+  config.train.steps_per_rollout = 2;
+  config.train.loss.kl = KlKind::k3;
+  config.train.loss.kl_coef = 0.05f;
+  if (first()) run(config, false, nullptr);
+  LoopConfig half = config;
+  half.run.steps = 2;
+  config.parallel.rollout_ranks = world->size() - 1;
+  const ModelConfig model = find_model_config(config.model).value();
+  for (const Layout& layout : possible_layouts({.ranks = world->size() - 1, .layers = 1, .experts = model.num_experts, .output_groups = model.o_groups})) {
+    SCOPED_TRACE(layout.str());
+    config.parallel.rollout_tp = layout.tp;
+    config.parallel.rollout_ep = layout.ep;
+    for (const bool resumed : {false, true}) {
+      config.run.dir = half.run.dir = path(fmt::format("apart_tp{}_ep{}{}", layout.tp, layout.ep, resumed ? "_resumed" : ""));
+      if (resumed && first()) run(half, false, nullptr);
+      const LoopReport report = run(config, resumed, world);
+      EXPECT_EQ(report.last_step, 4);
+      if (!first()) continue;
+      EXPECT_GT(report.compared_tokens, 0);
+      EXPECT_EQ(report.max_gap, 0);
+      expect_same_runs(path("alone"), config.run.dir, 4);
+    }
+  }
+}
+
+// One step ahead: batch k + 1 comes from the weights that step k began with. Its tokens were compared under these, the run has the same bytes wherever the
+// samplers are, and a checkpoint has the batch in flight.
+TEST_F(DataParallel, AheadIsTheSameWhereverTheSamplersAre) {
+  LoopConfig config = loop_config("alone", 6);
+  config.run.checkpoint_every = 3;
+  config.run.eval_every = 2;
+  config.rollout.prompts_per_step = 3;
+  config.rollout.ahead = 1;
+  config.train.loss.tis = TisKind::token;
+  const int64_t a_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
+  for (const int64_t steps_per_rollout : {1, 2}) {
+    SCOPED_TRACE(steps_per_rollout);
+    config.parallel = {};
+    config.sync = {};
+    config.train.steps_per_rollout = steps_per_rollout;
+    config.run.dir = path(fmt::format("alone{}", steps_per_rollout));
+    const std::string alone = config.run.dir;
+    LoopReport straight;
+    if (first()) {
+      straight = run(config, false, nullptr);
+      EXPECT_EQ(straight.samples_drawn, 7 * a_step) << "the batch that the last checkpoint holds";
+      EXPECT_EQ(straight.max_gap, 0);
+      const std::string metrics = contents(alone + "/metrics.jsonl");
+      EXPECT_NE(metrics.find("\"staleness/lag/max\":0"), std::string::npos) << "of the first step";
+      EXPECT_NE(metrics.find(fmt::format("\"staleness/lag_{}/tokens\":", steps_per_rollout)), std::string::npos);
+      EXPECT_EQ(metrics.find(fmt::format("\"staleness/lag_{}/tokens\":", steps_per_rollout + 1)), std::string::npos);
+      LoopConfig half = config;
+      half.run.dir = path(fmt::format("resumed{}", steps_per_rollout));
+      half.run.steps = 3;
+      run(half, false, nullptr);
+    }
+    config.parallel.rollout_ranks = world->size() - 1;
+    config.sync.delta = steps_per_rollout == 2;  // moves less, and nothing else
+    config.run.dir = path(fmt::format("apart{}", steps_per_rollout));
+    const LoopReport apart = run(config, false, world);
+    if (first()) {
+      EXPECT_EQ(apart.compared_tokens, straight.compared_tokens);
+      EXPECT_EQ(apart.samples_drawn, 7 * a_step);
+      EXPECT_EQ(apart.max_gap, 0);
+      expect_same_runs(alone, config.run.dir, 6);
+    }
+    config.run.dir = path(fmt::format("resumed{}", steps_per_rollout));
+    const LoopReport resumed = run(config, true, world);
+    if (first()) {
+      EXPECT_EQ(resumed.samples_logged, a_step) << "from the checkpoint";
+      EXPECT_EQ(resumed.samples_drawn, 3 * a_step);
+      expect_same_runs(alone, config.run.dir, 6);
+      EXPECT_TRUE(contents(alone + "/checkpoints/step_000006/in_flight.jsonl") == contents(config.run.dir + "/checkpoints/step_000006/in_flight.jsonl"));
+    }
+    world->all().barrier("compared");
+  }
+}
+
+// Choices recorded by samplers in any layout are repeated by trainers in any, stages included: what a first step measures under them is what one process
+// measures alone.
+TEST_F(DataParallel, ReplayIsTheSameInEveryLayout) {
+  LoopConfig config = loop_config("alone", 1);
+  config.run.eval_every = 0;
+  config.model.sampler = SamplerNumerics::fp8;
+  config.rollout.prompts_per_step = 3;
+  config.rollout.max_new_tokens = 16;
+  config.train.loss.tis = TisKind::token;
+  config.train.steps_per_rollout = 2;
+  const auto measured = [&](const std::string& run) {
+    std::map<std::string, std::string> values;
+    Result<JsonValue> line = parse_json(contents(path(run) + "/metrics.jsonl"));
+    EXPECT_TRUE(line.is_ok()) << run;
+    for (const auto& [name, value] : line.value().members)
+      if (name.starts_with("gap/") || name == "rollout/log_probs" || name == "rollout/entropy") values[name] = value.text;
+    EXPECT_GT(values.size(), 30u);
+    return values;
+  };
+  std::map<std::string, std::string> routing, both;
+  if (first()) {
+    run(config, false, nullptr);
+    config.run.dir = path("routing_alone");
+    config.train.replay = ReplayKind::routing;
+    run(config, false, nullptr);
+    config.run.dir = path("both_alone");
+    config.train.replay = ReplayKind::routing_index;
+    run(config, false, nullptr);
+    routing = measured("routing_alone");
+    both = measured("both_alone");
+    EXPECT_NE(measured("alone"), routing);
+    EXPECT_NE(routing, both);
+  }
+  config.train.replay = ReplayKind::routing_index;
+  const ModelConfig model = find_model_config(config.model).value();
+  const auto all_layouts = [&](int ranks, int64_t rollout_ranks) {
+    for (const Layout& layout : possible_layouts({.ranks = ranks, .layers = model.num_layers(), .experts = model.num_experts, .output_groups = model.o_groups})) {
+      SCOPED_TRACE(layout.str());
+      const std::string name = fmt::format("tp{}_pp{}_ep{}_{}", layout.tp, layout.pp, layout.ep, rollout_ranks);
+      config.run.dir = path(name);
+      config.parallel = {.tp = layout.tp, .pp = layout.pp, .ep = layout.ep, .rollout_ranks = rollout_ranks};
+      const int samplers = rollout_ranks > 0 ? static_cast<int>(rollout_ranks) : ranks;
+      config.parallel.rollout_tp = layout.tp == 1 && samplers % 2 == 0 ? 2 : 1;
+      config.parallel.rollout_ep = 1;
+      run(config, false, world);
+      if (!first()) continue;
+      EXPECT_EQ(measured(name), both);
+    }
+  };
+  all_layouts(world->size(), 0);
+  if (world->size() > 1) all_layouts(world->size() / 2, world->size() - world->size() / 2);
+}
+
+// The samplers draw while the trainers work: here the trainers' reward waits for a sample of the next step, which would never come if each side waited for
+// the other.
+TEST_F(DataParallel, SamplersDrawWhileTrainersTrain) {
+  if (world->size() == 1) GTEST_SKIP() << "one rank is both";
+  LoopConfig config = loop_config("run", 3);
+  config.run.eval_every = 0;
+  config.rollout.ahead = 1;
+  config.parallel.rollout_ranks = world->size() - 1;
+  config.task.reward.grader = GraderKind::command;
+  config.task.reward.workers = 1;
+  config.task.reward.command = fmt::format("while [ ! -e '{}' ]; do sleep 0.01; done; while IFS= read -r line; do id=${{line#*:}}; id=${{id%%,*}}; "
+                                           "echo \"{{\\\"id\\\":$id,\\\"score\\\":1}}\"; done", path("drawing"));
+  Hooks hooks;
+  hooks.progress = [&](const std::string& label, int64_t, int64_t, double, const std::string&) {
+    if (!first() && label == "step 2/3 rollout") std::ofstream(path("drawing")) << "";
+  };
+  const Result<LoopReport> report = run_loop(config, false, hooks, world);
+  ASSERT_TRUE(report.is_ok()) << report.message();
+  if (!first()) return;
+  EXPECT_EQ(contents(path("run/metrics.jsonl")).find("\"rollout/failed\":8"), std::string::npos);
+}
+
+class DataParallelErrors : public DataParallel, public ::testing::WithParamInterface<int64_t> {};
+INSTANTIATE_TEST_SUITE_P(Ahead, DataParallelErrors, ::testing::Values(0, 1));
+
+TEST_P(DataParallelErrors, SamplersAndTrainersHaveTheSame) {
+  LoopConfig config = loop_config("run", 3);
+  config.parallel.rollout_ranks = world->size() - 1;
+  config.rollout.ahead = GetParam();
+  const int64_t step = 1 + config.rollout.ahead;
+  Hooks hooks;
+  hooks.line = [&](const std::string& text) {  // the records of step 3 will find a directory in their place
+    if (first() && text.starts_with("step 2/3")) fs::create_directories(path("run/rollouts/step_000003.jsonl/x"));
+  };
+  const Result<LoopReport> broken = run_loop(config, false, hooks, world);
+  ASSERT_FALSE(broken.is_ok());
+  EXPECT_NE(broken.message().find("step_000003.jsonl"), std::string::npos) << broken.message();
+  world->all().barrier("broken");
+
+  // A log-prob of a finished sample is not what the sampler recorded: the trainer notices, and the samplers look for the reason.
+  const std::string log = rollout_log_path(path("run"), step);
+  if (first()) {
+    fs::remove_all(path("run/rollouts/step_000003.jsonl"));
+    int changed = 0;
+    for (const auto& entry : fs::directory_iterator(log)) {
+      std::string text;
+      for_each_checked_line(contents(entry.path()), [&](const JsonValue* line) {
+        if (line == nullptr || line->find("key") == nullptr) return;
+        JsonLine other;
+        for (const auto& [name, value] : line->members) {
+          if (name == "sum") continue;
+          std::vector<int32_t> numbers;
+          for (const JsonValue& v : value.items) {
+            int64_t n = 0;
+            EXPECT_TRUE(v.as_int64(&n));
+            numbers.push_back(static_cast<int32_t>(n));
+          }
+          if (name == "logprob_bits" && changed++ == 0) numbers[0] ^= 1;
+          int64_t number = 0;
+          if (value.is(JsonValue::Kind::array)) {
+            other.add(name, std::span<const int32_t>(numbers));
+          } else if (value.as_int64(&number)) {
+            other.add(name, number);
+          } else {
+            other.add(name, value.text);
+          }
+        }
+        text += checked_line(other) + "\n";
+      });
+      std::ofstream(entry.path()) << text;
+    }
+    EXPECT_EQ(changed, 8) << "samples of that step";
+  }
+  world->all().barrier("changed");
+  const Result<LoopReport> unequal = run_loop(config, true, Hooks(), world);
+  ASSERT_FALSE(unequal.is_ok());
+  EXPECT_TRUE(unequal.message().starts_with(fmt::format("step {}: sample ", step))) << unequal.message();
+  EXPECT_NE(unequal.message().find("response token 0"), std::string::npos) << unequal.message();
+  EXPECT_NE(unequal.message().find("gives equal bits everywhere when it is alone"), std::string::npos) << unequal.message();
+  EXPECT_EQ(unequal.message().find('\n', unequal.message().find('\n') + 1), std::string::npos) << "nobody else spoke: " << unequal.message();
 }
 
 // Trainer and sampler both cut: the weights must travel. The first step's samples are drawn from the weights of the start, so they are those of

@@ -116,37 +116,71 @@ TEST_F(Pair, AnInexactRunResumesToTheSameBytes) {
   EXPECT_FALSE(masters("straight", 6) == masters("resumed", 3));
 }
 
+// What the numerics cost and what a step's age costs, apart: the first step's samples are of the weights that train on them.
+TEST_F(Pair, AheadTheGapIsSplitByAge) {
+  LoopConfig c = config("straight", Numerics::bf16, SamplerNumerics::fp8, 4);
+  c.rollout.ahead = 1;
+  c.rollout.max_new_tokens = 16;  // long enough for entries to be chosen
+  c.train.loss.tis = TisKind::token;
+  c.train.replay = ReplayKind::routing_index;  // of the weights that drew, not of those that the sampler has by then
+  run(c);
+  const auto steps = metrics("straight");
+  ASSERT_EQ(steps.size(), 4u);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    auto m = steps[i];
+    EXPECT_EQ(m["staleness/lag/mean"], i == 0 ? 0 : 1);
+    const std::string lag = fmt::format("staleness/lag_{}/", i == 0 ? 0 : 1);
+    EXPECT_EQ(m[lag + "tokens"], m["train/tokens"]);
+    EXPECT_EQ(m[lag + "logprob_abs_diff_tok"], m["gap/logprob_abs_diff_tok"]);
+    EXPECT_GT(m[lag + "k3"], 0);
+  }
+  LoopConfig half = c;
+  half.run.dir = root_ / "resumed";
+  half.run.steps = 2;
+  run(half);
+  half.run.steps = 4;
+  run(half, true);
+  expect_same_runs(root_ / "straight", root_ / "resumed", 4);
+}
+
 TEST_F(Pair, WhatCannotBeMadeIsRefused) {
   const auto message = [&](LoopConfig c) {
     const Result<LoopReport> r = run_loop(c, false, Hooks());
     return r ? std::string() : r.message();
   };
   EXPECT_NE(message(config("a", Numerics::fp8, SamplerNumerics::bf16, 1)).find("cannot be made from"), std::string::npos);
-  LoopConfig same = config("b", Numerics::bf16, SamplerNumerics::same, 1);
-  same.train.replay = ReplayKind::routing;
-  EXPECT_NE(message(same).find("train.replay"), std::string::npos);
-  LoopConfig wide = config("c", Numerics::f32, SamplerNumerics::fp8, 1);
-  wide.train.replay = ReplayKind::routing;
-  EXPECT_NE(message(wide).find("another dtype"), std::string::npos);
 }
 
-// Rows of one point of the forward, by layer.
-struct Recorder {
-  std::map<int, std::vector<int32_t>> experts, entries;
-  Probe probe = [this](int layer, std::string_view point, ConstTensorView rows) {
-    if (point != "ffn.ids" && point != "attn.selected") return;
-    std::vector<int32_t>& to = (point == "ffn.ids" ? experts : entries)[layer];
-    to.insert(to.end(), rows.ptr<int32_t>(), rows.ptr<int32_t>() + rows.shape.elements());
-  };
-};
-
-int64_t differing(const std::map<int, std::vector<int32_t>>& a, const std::map<int, std::vector<int32_t>>& b) {
-  int64_t n = 0;
-  for (const auto& [layer, rows] : a) {
-    const std::vector<int32_t>& other = b.at(layer);
-    EXPECT_EQ(rows.size(), other.size());
-    for (size_t i = 0; i < rows.size(); ++i) n += rows[i] != other[i];
+// What a forward of `model` over whole samples chooses: run again, packed, under the sampler's weights, it is what the engine chose while it drew.
+std::vector<ChoiceLog> choices_of(Context& c, Model model, std::span<const TrainSample> samples) {
+  const ModelConfig& m = model.weights->config();
+  const ChoiceLayout layout(m, ReplayKind::routing_index);
+  std::vector<ChoiceLog> logs(samples.size());
+  MicroBatch micro;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    layout.resize(logs[i], trained_rows(samples[i]));
+    micro.samples.push_back(static_cast<int32_t>(i));
+    micro.rows += trained_rows(samples[i]);
   }
+  const Probe probe = [&](int layer, std::string_view point, ConstTensorView rows) {
+    int64_t row = 0;
+    for (size_t i = 0; i < samples.size(); row += trained_rows(samples[i++])) {
+      if (point == "ffn.ids") layout.put_experts(logs[i], 0, layer, rows.slice(row, trained_rows(samples[i])));
+      if (point == "attn.selected") layout.put_entries(logs[i], 0, layer, rows.slice(row, trained_rows(samples[i])));
+    }
+  };
+  model.probe = &probe;
+  MicroBatchPlace place(c, *model.weights, {.max_tokens_per_microbatch = 64});
+  const ArenaScope scope(*c.workspace);
+  place.forward(c, model, samples, micro, /*keep=*/false, {});
+  return logs;
+}
+
+template <typename T>
+int64_t differing(const std::vector<T>& a, const std::vector<T>& b) {
+  EXPECT_EQ(a.size(), b.size());
+  int64_t n = 0;
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) n += a[i] != b[i];
   return n;
 }
 
@@ -159,43 +193,69 @@ TEST_F(Pair, ReplayRepeatsWhatTheEngineChose) {
   Weights trained(m, Numerics::bf16, arena), sampled(m, Numerics::fp4, arena);
   ASSERT_TRUE(trained.load(c, random_boxes(m, 3), 0).is_ok());
   ASSERT_TRUE(sampled.load(c, random_boxes(m, 3), 0).is_ok());
-  Model trainer{.weights = &trained}, sampler{.weights = &sampled};
+  Model trainer, sampler;
+  trainer.weights = &trained;
+  sampler.weights = &sampled;
   trainer.rope = sampler.rope = make_rope_tables(m, m.max_positions, arena);
 
-  // One sample, drawn token by token: its rows come in order of position.
-  Recorder drawn;
-  sampler.probe = &drawn.probe;
-  Engine engine(c, sampler, {.max_running = 1, .max_batch_tokens = 4, .max_context = m.max_positions}, arena);
-  Request request;
-  request.prompt = {1, 4, 5, 6, 7, 8};
-  request.sampling.max_new_tokens = 50;
-  ASSERT_TRUE(engine.submit(request).is_ok());
-  while (engine.step()) {
+  // Chunks of prompts beside decoding samples, some of which share a prompt, wait for their turn, or begin again in the middle.
+  const EngineOptions options = {.max_running = 2, .max_batch_tokens = 4, .max_context = m.max_positions};
+  Engine engine(c, sampler, options, arena);
+  std::vector<Request> requests(2);
+  requests[0].prompt = {1, 4, 5, 6, 7, 8, 9};
+  requests[0].num_samples = 3;
+  requests[1].prompt_id = 1;
+  requests[1].prompt = {1, 9, 9};
+  for (Request& r : requests) {
+    r.sampling.max_new_tokens = 50;
+    r.record = ReplayKind::routing_index;
+    ASSERT_TRUE(engine.submit(r).is_ok());
   }
-  const std::vector<Completion> done = engine.take_finished();
-  ASSERT_EQ(done.size(), 1u);
-  TrainSample sample;
-  sample.tokens = request.prompt;
-  sample.prompt_length = static_cast<int64_t>(request.prompt.size());
-  sample.tokens.insert(sample.tokens.end(), done.front().tokens.begin(), done.front().tokens.end());
-  const MicroBatch micro{.samples = {0}, .rows = trained_rows(sample)};
+  for (int64_t steps = 0; engine.step(); ++steps)
+    if (steps == 30) engine.retract_all();
+  std::vector<TrainSample> samples;
+  for (const Completion& done : engine.take_finished()) {
+    TrainSample& s = samples.emplace_back();
+    s.tokens = requests[done.prompt_id].prompt;
+    s.prompt_length = static_cast<int64_t>(s.tokens.size());
+    s.tokens.insert(s.tokens.end(), done.tokens.begin(), done.tokens.end());
+    s.choices = done.choices;
+  }
+  ASSERT_EQ(samples.size(), 4u);
+  const std::vector<ChoiceLog> again = choices_of(c, sampler, samples), other = choices_of(c, trainer, samples);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    EXPECT_GT(samples[i].choices.entries.size(), 0u);
+    EXPECT_TRUE(samples[i].choices == again[i]) << "sample " << i;
+    EXPECT_GT(differing(other[i].experts, again[i].experts), 0);
+  }
 
-  const auto trained_with = [&](ReplayKind kind) {
-    Recorder seen;
-    Model model = trainer;
-    model.probe = &seen.probe;
-    MicroBatchPlace place(c, trained, {.max_tokens_per_microbatch = 64, .replay = kind});
-    const ArenaScope scope(c.workspace());
-    place.forward(c, model, kind == ReplayKind::none ? nullptr : &sampler, std::span(&sample, 1), micro, false, {});
-    return seen;
-  };
-  sampler.probe = nullptr;
-  const Recorder alone = trained_with(ReplayKind::none), routing = trained_with(ReplayKind::routing), both = trained_with(ReplayKind::routing_index);
-  EXPECT_GT(differing(alone.experts, drawn.experts), 0);
-  EXPECT_EQ(differing(routing.experts, drawn.experts), 0);
-  EXPECT_EQ(differing(both.experts, drawn.experts), 0);
-  EXPECT_GT(differing(routing.entries, drawn.entries), 0);
-  EXPECT_EQ(differing(both.entries, drawn.entries), 0);
+  // The trainer's forward then takes them. Entries change what is seen of experts, and the other way round, but not what is repeated.
+  for (const ReplayKind kind : {ReplayKind::routing, ReplayKind::routing_index}) {
+    std::vector<TrainSample> repeated = samples;
+    if (kind == ReplayKind::routing)
+      for (TrainSample& s : repeated) s.choices.entries.clear();
+    const ChoiceLayout layout(m, ReplayKind::routing_index);
+    for (size_t i = 0; i < samples.size(); ++i) {
+      ChoiceLog seen;
+      layout.resize(seen, trained_rows(samples[i]));
+      const Probe probe = [&](int layer, std::string_view point, ConstTensorView rows) {
+        if (point == "ffn.ids") layout.put_experts(seen, 0, layer, rows);
+        if (point == "attn.selected") layout.put_entries(seen, 0, layer, rows);
+      };
+      Model model = trainer;
+      model.probe = &probe;
+      MicroBatchPlace place(c, trained, {.max_tokens_per_microbatch = 64, .replay = kind});
+      const ArenaScope scope(c.workspace());
+      place.forward(c, model, repeated, {.samples = {static_cast<int32_t>(i)}, .rows = trained_rows(samples[i])}, false, {});
+      EXPECT_EQ(differing(seen.experts, samples[i].choices.experts), 0);
+      EXPECT_EQ(differing(seen.entries, samples[i].choices.entries) == 0, kind == ReplayKind::routing_index);
+    }
+  }
+
+  // Of rows that a cache has, the engine sees no choices.
+  EngineOptions cached = options;
+  cached.cache_slots = 1;
+  EXPECT_NE(Engine(c, sampler, cached, arena).check(requests[0]).message().find("prefix cache"), std::string::npos);
 }
 
 }  // namespace

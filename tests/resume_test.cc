@@ -164,6 +164,62 @@ TEST_F(Resume, KilledInARolloutNothingFinishedIsDrawnAgain) {
       << said;
 }
 
+// The same one step ahead, where a batch is in flight: of the checkpoint it is a file, of later steps it is in the log.
+TEST_F(Resume, KilledOneStepAheadNothingIsDrawnTwice) {
+  LoopConfig config = loop_config("straight", 8);
+  config.run.checkpoint_every = 3;
+  config.run.eval_every = 4;
+  config.rollout.ahead = 1;
+  config.rollout.max_running = 3;
+  config.train.steps_per_rollout = 2;
+  config.train.loss.tis = TisKind::sequence;
+  const int64_t a_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
+  EXPECT_EQ(run(config, false).samples_drawn, 9 * a_step);
+
+  LoopConfig killed = config;
+  killed.run.dir = path("killed");
+  const pid_t child = fork();
+  if (child == 0) {
+    Hooks hooks;
+    hooks.progress = [](const std::string& label, int64_t done, int64_t, double, const std::string&) {  // in step 5
+      if (label == "step 6/8 rollout" && done >= 3) ::kill(::getpid(), SIGKILL);
+    };
+    const Result<LoopReport> report = run_loop(killed, false, hooks);
+    _exit(1);
+  }
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+  fs::copy(path("killed"), path("other"), fs::copy_options::recursive);
+  fs::copy(path("killed"), path("without"), fs::copy_options::recursive);
+
+  const LoopReport resumed = run(killed, true);
+  EXPECT_EQ(resumed.first_step, 3);
+  EXPECT_EQ(resumed.samples_drawn + resumed.samples_logged, 6 * a_step) << "steps 4 to 9";
+  EXPECT_GE(resumed.samples_logged, 2 * a_step + 3) << "step 4 of the checkpoint, 5 and a part of 6 of the log";
+  EXPECT_LT(resumed.samples_logged, 3 * a_step);
+  EXPECT_EQ(resumed.max_gap, 0);
+  expect_same_runs("straight", "killed", 8);
+
+  // Under another temperature what was drawn ahead is not wanted any more; it is drawn anew, from the newest weights.
+  LoopConfig other = config;
+  other.run.dir = path("other");
+  other.rollout.temperature = 0.9f;
+  EXPECT_EQ(run(other, true).samples_logged, 0);
+  EXPECT_NE(contents(path("other/metrics.jsonl")).find("{\"step\":4"), std::string::npos);
+  // And without it the run goes on in step.
+  other = config;
+  other.run.dir = path("without");
+  other.rollout.ahead = 0;
+  std::string said;
+  Hooks hooks;
+  hooks.line = [&](const std::string& text) { said += text + "\n"; };
+  const Result<LoopReport> in_step = run_loop(other, true, hooks);
+  ASSERT_TRUE(in_step.is_ok()) << in_step.message();
+  EXPECT_EQ(in_step.value().max_gap, 0);
+  EXPECT_NE(said.find("rollout.ahead is 0: "), std::string::npos) << said;
+}
+
 TEST_F(Resume, BeforeTheFirstCheckpointBeginsAgain) {
   LoopConfig config = loop_config("straight", 3);
   run(config, false);

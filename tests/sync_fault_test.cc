@@ -55,7 +55,7 @@ class SyncFault : public ::testing::Test {
       requests[i].sampling.temperature = 1;
       requests[i].sampling.max_new_tokens = 8;
     }
-    Result<std::vector<Completion>> done = Peers(world, groups_ ? &groups_->rollout : nullptr).run(policy.engine(), policy.context(), requests, Hooks(), "test");
+    Result<std::vector<Completion>> done = Peers(world, groups_ ? &*groups_ : nullptr).run(&policy.engine(), policy.context(), requests, Hooks(), "test");
     EXPECT_TRUE(done.is_ok());
     return done.take();
   }

@@ -82,7 +82,6 @@ struct Actor::Impl {
   Groups* const groups;  // null: alone
   const ActorOptions options;
   Model model;
-  Model sampler;  // whose choices are repeated; without weights: none
 
   Arena gradient_arena;
   Gradients gradients;
@@ -137,7 +136,7 @@ struct Actor::Impl {
     const ConstTensorView input = links.input(c, m);
     const Stopwatch watch(forward_seconds);
     const ArenaScope workspace_scope(*c.workspace);
-    const ConstTensorView streams = place(m).forward(c, model, sampler.weights == nullptr ? nullptr : &sampler, samples, work.micro_batches[static_cast<size_t>(m)], keep, input);
+    const ConstTensorView streams = place(m).forward(c, model, samples, work.micro_batches[static_cast<size_t>(m)], keep, input);
     if (!last_stage()) links.send_output(c, m, streams);
   }
 
@@ -212,13 +211,6 @@ ConstTensorView Actor::master(int id) const {
   for (const Optimizer::Frozen& m : a.optimizer.frozen())
     if (m.id == id) return m.master;
   return a.partition.gather_master(a.c, id, a.optimizer.master(id));
-}
-
-void Actor::replay(const Weights& sampler) {
-  Impl& a = *impl_;
-  CHECK(sampler.shard() == a.weights.shard() && sampler.dtype() == a.weights.dtype(), "replay of weights in another layout or dtype");
-  a.sampler = a.model;
-  a.sampler.weights = &sampler;
 }
 
 void Actor::initialize(uint64_t seed) {

@@ -45,10 +45,6 @@ class Actor {
   // The whole f32 master of a tensor in this rank's shard: by ranks that hold the same tensors, for the same ones in the same order. May lie in c's
   // workspace, whose scope the caller holds.
   ConstTensorView master(int id) const;
-  // Forwards that follow repeat the choices (ActorOptions::replay) of `sampler`, which holds this rank's shard of all layers in the trainer's layout, outlives
-  // the actor, and is at the version that drew the samples: it runs over the rows of each micro-batch first. By the row contract those are the choices
-  // that it made while sampling.
-  void replay(const Weights& sampler);
   void initialize(uint64_t seed);  // load_masters of random_boxes
   // What this rank owns, box by box under the tensor's name: what is trained in table order, of masters then what is frozen. Over all ranks, every
   // number is visited once. Gradients are those of the last step: sums over ranks, unscaled.

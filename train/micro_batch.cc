@@ -17,7 +17,7 @@ constexpr int64_t kExpectedTokens = 1 << 16;  // a budget beyond is a way to say
 }  // namespace
 
 MicroBatchPlace::MicroBatchPlace(Context& c, const Weights& weights, const ActorOptions& options)
-    : weights_(weights), replay_(options.replay), state_arena_("training state", kReserve, c.device), arena_("training step", kReserve, c.device),
+    : weights_(weights), layout_(weights.config(), options.replay), state_arena_("training state", kReserve, c.device), arena_("training step", kReserve, c.device),
       builder_(weights.config(), default_page_tokens(weights.config())) {
   saved_.arena = &arena_;
   saved_.recompute = options.recompute ? Recompute::layer : Recompute::none;
@@ -74,22 +74,39 @@ void MicroBatchPlace::pack_rows(Context& c, std::span<const TrainSample> samples
   head_.temperature = on_device(c, temperature, arena_);
 }
 
-// Its entries lie in the pages until the trainer's forward writes its own there, before it reads any.
-void MicroBatchPlace::record_choices(Context& c, const Model& sampler) {
-  const auto layers = static_cast<size_t>(weights_.config().num_layers());
+void MicroBatchPlace::unpack_choices(Context& c, std::span<const TrainSample> samples, const MicroBatch& micro) {
+  const ModelConfig& m = weights_.config();
+  const auto layers = static_cast<size_t>(m.num_layers());
+  const bool entries = layout_.kind() == ReplayKind::routing_index;
   choices_.experts.assign(layers, {});
-  choices_.entries.assign(replay_ == ReplayKind::routing_index ? layers : 0, {});
-  const Probe probe = [&](int layer, std::string_view point, ConstTensorView rows) {
-    std::vector<ConstTensorView>* const to = point == "ffn.ids" ? &choices_.experts : point == "attn.selected" ? &choices_.entries : nullptr;
-    if (to == nullptr || to->empty()) return;
-    const TensorView kept = arena_.tensor(rows.dtype, rows.shape, "choices");
-    copy(c, kept, rows);
-    (*to)[static_cast<size_t>(layer)] = kept;
+  choices_.entries.assign(entries ? layers : 0, {});
+  for (const int32_t i : micro.samples)
+    CHECK(layout_.holds(samples[i].choices, trained_rows(samples[i])), "sample {}: choices of {} experts and {} entries for {} rows", samples[i].index,
+          samples[i].choices.experts.size(), samples[i].choices.entries.size(), trained_rows(samples[i]));
+  // [T, width] of a layer, from its rows in every sample.
+  const auto unpack = [&](int64_t width, auto get) {
+    const TensorView all = arena_.tensor(DType::i32, {batch_.seq.num_tokens, width}, "choices");
+    (void)fill_on_host(c, all, [&](TensorView host) {
+      int64_t row = 0;
+      for (const int32_t i : micro.samples) {
+        const int64_t n = trained_rows(samples[i]);
+        get(samples[i].choices, host.slice(row, n));
+        row += n;
+      }
+      return Status::ok();
+    });
+    return all;
   };
-  Model recorded = sampler;
-  recorded.probe = &probe;
-  const ArenaScope scope(*c.workspace);
-  lockstep::forward(c, recorded, batch_, *pool_, nullptr);
+  const Range& held = weights_.shard().layers;
+  for (int64_t i = held.begin; i < held.end; ++i) {
+    const auto layer = static_cast<int>(i);
+    const LayerConfig& l = m.layers[static_cast<size_t>(i)];
+    choices_.experts[static_cast<size_t>(i)] =
+        unpack(m.experts_per_token, [&](const ChoiceLog& log, TensorView rows) { layout_.get_experts(log, 0, layer, rows); });
+    if (!entries || l.attention != AttentionKind::csa) continue;
+    choices_.entries[static_cast<size_t>(i)] =
+        unpack(m.selected_columns(l.ratio), [&](const ChoiceLog& log, TensorView rows) { layout_.get_entries(log, 0, layer, rows); });
+  }
 }
 
 Model MicroBatchPlace::repeating(const Model& model) const {
@@ -98,12 +115,12 @@ Model MicroBatchPlace::repeating(const Model& model) const {
   return m;
 }
 
-ConstTensorView MicroBatchPlace::forward(Context& c, const Model& model, const Model* sampler, std::span<const TrainSample> samples, const MicroBatch& micro,
-                                         bool keep, ConstTensorView input) {
+ConstTensorView MicroBatchPlace::forward(Context& c, const Model& model, std::span<const TrainSample> samples, const MicroBatch& micro, bool keep,
+                                         ConstTensorView input) {
   arena_.release(0);
   head_ = {};
   pack_rows(c, samples, micro);
-  if (sampler != nullptr) record_choices(c, *sampler);
+  if (layout_.kind() != ReplayKind::none) unpack_choices(c, samples, micro);
   const TensorView output = lockstep::forward(c, repeating(model), batch_, *pool_, keep ? &saved_ : nullptr, input);
   if (!weights_.shard().head) return output;
 

@@ -26,10 +26,9 @@ class MicroBatchPlace {
   MicroBatchPlace(Context& c, const Weights& weights, const ActorOptions& options);
 
   // Packs the samples of `micro` (maybe none) and runs the stage over them, and on the last one the head. `keep`: for a backward, until which `input`
-  // stays. `sampler` (null: none): its choices are repeated, as options.replay says, here and in the backward. Returns what the stage hands on, streams [T, n, D] in the context's workspace, whose scope the caller holds; nothing on the last.
-  ConstTensorView forward(Context& c, const Model& model, const Model* sampler, std::span<const TrainSample> samples, const MicroBatch& micro, bool keep,
-                          ConstTensorView input);
-  const Choices& choices() const { return choices_; }  // that were repeated
+  // stays. With options.replay the samples' choices are repeated, here and in the backward. Returns what the stage hands on, streams [T, n, D] in the
+  // context's workspace, whose scope the caller holds; nothing on the last.
+  ConstTensorView forward(Context& c, const Model& model, std::span<const TrainSample> samples, const MicroBatch& micro, bool keep, ConstTensorView input);
   const HeadRows& head() const { return head_; }
   // From gradients of the log-probs and entropies (empty: none) [R] to that of the hidden rows [R, D], which backward takes; adds the head's.
   TensorView head_backward(Context& c, const Model& model, ConstTensorView dlogprob, ConstTensorView dentropy, Gradients& gradients);
@@ -45,12 +44,12 @@ class MicroBatchPlace {
   void reserve_pages(int64_t pages);
   void pack_rows(Context& c, std::span<const TrainSample> samples, const MicroBatch& micro);
 
-  void record_choices(Context& c, const Model& sampler);
+  void unpack_choices(Context& c, std::span<const TrainSample> samples, const MicroBatch& micro);
   Model repeating(const Model& model) const;
 
   const Weights& weights_;
-  const ReplayKind replay_;
-  Choices choices_;  // of the sampler on this micro-batch, by layer
+  const ChoiceLayout layout_;
+  Choices choices_;  // to be repeated on this micro-batch, by layer
   Arena state_arena_, arena_;
   BatchBuilder builder_;
   std::optional<StatePool> pool_;  // pages of compressed entries; training has no slots

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "model/choices.h"
 
 namespace lockstep {
 
@@ -19,6 +20,7 @@ struct TrainSample {
   std::vector<float> advantage;  // [R]
   std::vector<float> old_logprob, rollout_logprob, ref_logprob;  // [R]; empty where not used
   float temperature = 1.0f;
+  ChoiceLog choices;  // ActorOptions::replay: the sampler's, of all rows but the last token's
   int64_t response_length() const { return static_cast<int64_t>(tokens.size()) - prompt_length; }
 };
 
@@ -62,14 +64,11 @@ struct OptimizerConfig {
   bool freeze_router = true, freeze_indexer = true;
 };
 
-// Which of the sampler's choices the trainer's forward repeats (rl spec 14): the experts of every token, and the entries that sparse attention reads.
-enum class ReplayKind : uint8_t { none, routing, routing_index };
-
 struct ActorOptions {
   int64_t max_tokens_per_microbatch = 4096;
   bool recompute = false;
   CacheRounding cache = {};  // as the sampler's
-  ReplayKind replay = ReplayKind::none;
+  ReplayKind replay = ReplayKind::none;  // which of the sampler's choices every forward repeats (TrainSample::choices)
 };
 
 }  // namespace lockstep
