@@ -52,7 +52,7 @@ struct Completion {
   std::vector<float> logprobs;    // log of the probability each token was drawn with
   std::vector<int32_t> versions;  // policy version of each token
   FinishReason reason = FinishReason::length;
-  ChoiceLog choices;  // Request::record: of the rows that were run, which are prompt and response but its last token
+  ChoiceLog choices = {};  // Request::record: of the rows that were run, which are prompt and response but its last token
 };
 
 // One token as it is drawn.

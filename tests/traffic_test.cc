@@ -373,7 +373,9 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
     const auto owned = std::find_if(memory.begin(), memory.end(), [](const OwnerBytes& o) { return o.owner == "masters and moments"; });
     EXPECT_EQ(owned->bytes, static_cast<int64_t>(run.actor->owned_bytes()));
   }
-  if (engine) EXPECT_EQ(engine_state_bytes(m, c.sampler(), engine_options), static_cast<int64_t>(state.high_bytes()));
+  if (engine) {
+    EXPECT_EQ(engine_state_bytes(m, c.sampler(), engine_options), static_cast<int64_t>(state.high_bytes()));
+  }
   const WeightBytes trainer = weights_arena_bytes(run.trainer.table(), c.numerics);
   EXPECT_EQ(trainer.rows + trainer.panels, run.trainer_bytes);
   if (run.apart) {
