@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/device.h"
 #include "model/experts.h"
 #include "ops/cast/cast.h"
 #include "ops/moe_permute/moe_permute.h"
@@ -28,11 +29,13 @@ struct Counts {
 
 std::span<int64_t> take_ints(Arena& arena, int64_t n, const char* name) { return {arena.tensor(DType::i64, {n}, name).ptr<int64_t>(), static_cast<size_t>(n)}; }
 
-// The rounds of one layer as one rank sees them. Round i moves rows [i B, (i + 1) B) of what each rank has for each other.
+// The rounds of one layer as one rank sees them. Round i moves rows [i B, (i + 1) B) of what each rank has for each other. The host plans them: numbers
+// lie in c's host scratch, what kernels read is copied to c's device. The caller holds scopes around both.
 class Rounds {
  public:
-  Rounds(Arena& ws, const RankGroup& group, std::span<const int64_t> counts, int64_t exchange_rows)
-      : counts_{counts, group.size()}, me_(group.rank()), width_(exchange_rows), count_(expert_exchange_rounds(counts, group.size(), exchange_rows)) {
+  Rounds(Context& c, const RankGroup& group, std::span<const int64_t> counts, int64_t exchange_rows)
+      : c_(c), counts_{counts, group.size()}, me_(group.rank()), width_(exchange_rows), count_(expert_exchange_rounds(counts, group.size(), exchange_rows)) {
+    Arena& ws = *c.host;
     const int ep = group.size();
     const int64_t capacity = ep * exchange_rows;
     first_ = take_ints(ws, ep + 1, "exchange.first");
@@ -40,9 +43,8 @@ class Rounds {
     send_rows = take_ints(ws, ep, "exchange.send_rows");
     recv_rows = take_ints(ws, ep, "exchange.recv_rows");
     passed_ = take_ints(ws, ep, "exchange.passed");
-    offsets = ws.tensor(DType::i32, {counts_.experts_of(me_).size() + 1}, "exchange.offsets");
-    order_ = ws.tensor(DType::i32, {capacity}, "exchange.order");
-    place_ = ws.tensor(DType::i32, {capacity}, "exchange.place");
+    planned_ = {ws, counts_.experts_of(me_).size(), capacity};
+    device_ = c.on_gpu() ? Indices{*c.workspace, counts_.experts_of(me_).size(), capacity} : planned_;
     first_[0] = 0;
     for (int r = 0; r < ep; ++r) {
       first_[r + 1] = first_[r] + counts_.between(me_, r);
@@ -65,14 +67,13 @@ class Rounds {
       num_received += recv_rows[r] = std::clamp<int64_t>(arriving_[r] - begin_, 0, width_);
     }
     // A source's rows come by expert; here they stand by expert, then source.
-    order = order_.slice(0, num_received);
-    place = place_.slice(0, num_received);
-    int32_t* const from = order_.ptr<int32_t>();
-    int32_t* const to = place_.ptr<int32_t>();
+    int32_t* const from = planned_.order.ptr<int32_t>();
+    int32_t* const to = planned_.place.ptr<int32_t>();
+    int32_t* const ends = planned_.offsets.ptr<int32_t>();
     const Range own = counts_.experts_of(me_);
     std::fill(passed_.begin(), passed_.end(), 0);
     int32_t at = 0;
-    offsets.ptr<int32_t>()[0] = 0;
+    ends[0] = 0;
     for (int64_t e = own.begin; e < own.end; ++e) {
       int64_t received = 0;  // of the sources before
       for (int s = 0; s < counts_.ep; ++s) {
@@ -84,9 +85,16 @@ class Rounds {
         passed_[s] += rows;
         received += recv_rows[s];
       }
-      offsets.ptr<int32_t>()[e - own.begin + 1] = at;
+      ends[e - own.begin + 1] = at;
     }
     CHECK_EQ(int64_t{at}, num_received);
+    offsets = device_.offsets;
+    order = device_.order.slice(0, num_received);
+    place = device_.place.slice(0, num_received);
+    if (!c_.on_gpu()) return;
+    upload(c_, offsets, planned_.offsets);
+    upload(c_, order, planned_.order.slice(0, num_received));
+    upload(c_, place, planned_.place.slice(0, num_received));
   }
 
   // f(first of the sorted rows at home, first in the message, how many) for every rank that this one sends to in the round.
@@ -112,6 +120,14 @@ class Rounds {
   TensorView order, place;  // row i by expert came as row order[i]; row i that came stands at place[i]
 
  private:
+  struct Indices {
+    TensorView offsets, order, place;
+    Indices() = default;
+    Indices(Arena& arena, int64_t experts, int64_t capacity)
+        : offsets(arena.tensor(DType::i32, {experts + 1}, "exchange.offsets")), order(arena.tensor(DType::i32, {capacity}, "exchange.order")),
+          place(arena.tensor(DType::i32, {capacity}, "exchange.place")) {}
+  };
+  Context& c_;
   const Counts counts_;
   const int me_;
   const int64_t width_, count_;
@@ -119,7 +135,7 @@ class Rounds {
   std::span<int64_t> first_;     // of the sorted rows at home that go to each rank
   std::span<int64_t> arriving_;  // from each rank, in all rounds
   std::span<int64_t> passed_;    // rows of each source that belong to experts before
-  TensorView order_, place_;
+  Indices planned_, device_;  // on the host, and where kernels read them
 };
 
 // Two buffers of `capacity` rows; what was sent from one comes back into it.
@@ -144,8 +160,8 @@ void check_group(const Model& model) {
   CHECK(model.exchange_rows >= 1 && model.ep->size() * model.exchange_rows <= INT32_MAX, "{} rows a round", model.exchange_rows);
 }
 
-std::span<const int64_t> counts_of(const SavedMoe& saved) {
-  return {saved.counts.ptr<int64_t>(), static_cast<size_t>(saved.counts.shape.elements())};
+std::span<const int64_t> counts_of(Context& c, const SavedMoe& saved) {
+  return {on_host(c, saved.counts).ptr<int64_t>(), static_cast<size_t>(saved.counts.shape.elements())};
 }
 
 }  // namespace
@@ -158,15 +174,17 @@ void exchange_forward(Context& c, const Model& model, int layer, TensorView rows
   const DType dtype = u.dtype;
   const bool kept = &keep != c.workspace;
   Arena& ws = *c.workspace;
-  ArenaScope scope(ws);
+  const ArenaScope scope(ws), host_scope(*c.host);
 
-  saved.counts = keep.tensor(DType::i64, {ep.size(), E}, "moe.counts");
-  const std::span<int64_t> mine(saved.counts.row<int64_t>(ep.rank()), static_cast<size_t>(E));
-  for (int64_t e = 0; e < E; ++e) mine[e] = saved.offsets.ptr<int32_t>()[e + 1] - saved.offsets.ptr<int32_t>()[e];
-  ep.all_gather(std::span(saved.counts.ptr<int64_t>(), static_cast<size_t>(ep.size() * E)), mine, "expert counts");
+  const TensorView counts = (c.on_gpu() ? *c.host : keep).tensor(DType::i64, {ep.size(), E}, "moe.counts");
+  const std::span<int64_t> mine(counts.row<int64_t>(ep.rank()), static_cast<size_t>(E));
+  const int32_t* const ends = on_host(c, saved.offsets).ptr<int32_t>();
+  for (int64_t e = 0; e < E; ++e) mine[static_cast<size_t>(e)] = ends[e + 1] - ends[e];
+  ep.all_gather(std::span(counts.ptr<int64_t>(), static_cast<size_t>(ep.size() * E)), mine, "expert counts");
+  saved.counts = on_device(c, counts, keep);
 
   // Without keeping, every round's rows take the place of the last one's.
-  Rounds rounds(ws, ep, counts_of(saved), model.exchange_rows);
+  Rounds rounds(c, ep, {counts.ptr<int64_t>(), static_cast<size_t>(counts.shape.elements())}, model.exchange_rows);
   const int64_t room = kept ? rounds.arriving() : capacity;
   const TensorView results = ws.tensor(dtype, {capacity, D}, "exchange.results"), a = ws.tensor(dtype, {capacity, I}, "exchange.a");
   saved.x = kept ? keep.tensor(dtype, {room, D}, "moe.x") : results;
@@ -208,9 +226,9 @@ void exchange_backward(Context& c, const Model& model, int layer, TensorView dro
   RankGroup& ep = *model.ep;
   const int64_t D = m.hidden_size, I = m.expert_dim, capacity = ep.size() * model.exchange_rows;
   Arena& ws = *c.workspace;
-  ArenaScope scope(ws);
+  const ArenaScope scope(ws), host_scope(*c.host);
 
-  Rounds rounds(ws, ep, counts_of(saved), model.exchange_rows);
+  Rounds rounds(c, ep, counts_of(c, saved), model.exchange_rows);
   const TensorView gradients = ws.tensor(DType::f32, {capacity, D}, "exchange.gradients"), drho_rows = ws.tensor(DType::f32, {capacity}, "exchange.drho");
   const TensorView a = ws.tensor(saved.x.dtype, {capacity, I}, "exchange.a");
   const TensorView dg = ws.tensor(DType::f32, {capacity, I}, "exchange.dg"), du = ws.tensor(DType::f32, {capacity, I}, "exchange.du");

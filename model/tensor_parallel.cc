@@ -1,9 +1,9 @@
 #include "model/tensor_parallel.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 
+#include "core/device.h"
 #include "ops/cast/cast.h"
 #include "ops/logprob/logprob.h"
 
@@ -20,6 +20,13 @@ int64_t output_block_rows(int64_t groups, int64_t width, int size) {
 // the first columns of row t.
 void add_groups(Context& c, TensorView partials, int64_t n, int64_t groups, int64_t width) {
   const int64_t ranks = n == 0 ? 0 : partials.rows() / n;
+  if (c.on_gpu()) {
+    const ArenaScope scope(*c.workspace);
+    const TensorView sum = zeros(c, DType::f32, {n, width}, "attn.sums");
+    for (int64_t g = 0; g < ranks * groups; ++g) add(c, sum, partials.slice(g / groups * n, n).cols(g % groups * width, width));
+    if (n > 0) cast(c, partials.slice(0, n).cols(0, width), sum);
+    return;
+  }
   parallel_for(c, n, ranks * groups * width / 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
       float* sum = partials.row<float>(t);
@@ -103,15 +110,11 @@ void tp_gather_columns(Context& c, RankGroup& tp, TensorView y, ConstTensorView 
   for (int64_t& n : counts) n *= R;
   tp.all_gather(c, flat, x.reshape({x.shape.elements()}), counts, p);
   if (R == 1) return;
-  parallel_for(c, R, W / 4, [&](int64_t begin, int64_t end, int) {
-    for (int64_t r = begin; r < end; ++r) {
-      int64_t at = 0;
-      for (const int64_t n : columns) {
-        std::memcpy(y.row<float>(r) + at, flat.ptr<float>() + at * R + r * n, static_cast<size_t>(n) * sizeof(float));
-        at += n;
-      }
-    }
-  });
+  int64_t at = 0;
+  for (const int64_t n : columns) {
+    if (n > 0) cast(c, y.cols(at, n), TensorView(flat.ptr<float>() + at * R, DType::f32, {R, n}));
+    at += n;
+  }
 }
 
 CommBytes tp_embedding_bytes(const ModelConfig& m, DType dtype, std::span<const int64_t> tokens, int rank) {

@@ -242,7 +242,7 @@ TensorSet make_tensor_set(const std::vector<TensorSpec>& table, Arena& arena, co
 }
 
 Weights::Weights(const ModelConfig& config, Numerics numerics, const Shard& shard, Arena& arena)
-    : config_(config), numerics_(numerics), shard_(shard), table_(tensor_table(config, shard)) {
+    : config_(config), numerics_(numerics), shard_(shard), device_(arena.device()), table_(tensor_table(config, shard)) {
   const bool panels = arena.device() == Device::cpu;  // the GPU's kernels read rows and scales
   visit<WeightView>(config_, shard_, tensors_, [&](const TensorSpec& spec, WeightView& w) {
     const DType dtype = spec.weight_dtype(numerics);
@@ -307,6 +307,21 @@ void Weights::commit(Context& c, int64_t version) {
 }
 
 void Weights::restore_rows(Context& c, int id) { unpack_panels(c, rows(id), panels_[static_cast<size_t>(id)]); }
+
+void Weights::copy_across(Context& c, const Weights& other) {
+  CHECK(device_ != other.device_ && numerics_ == other.numerics_ && shard_ == other.shard_, "weights of another shard, numerics or of the same memory");
+  const auto move = [&](const TensorView& to, const TensorView& from) {
+    if (to.empty()) return;
+    device_ == Device::gpu ? upload(c, to, from) : download(c, to, from);
+  };
+  for (size_t i = 0; i < table_.size(); ++i) {
+    move(rows_[i], other.rows_[i]);
+    move(scales_[i], other.scales_[i]);
+  }
+  quant_stats_ = other.quant_stats_;
+  Context own = device_ == Device::gpu ? c : c.on_host();
+  commit(own, other.version_);
+}
 
 GradientPlaces gradient_places(const std::vector<TensorSpec>& table, const std::function<bool(const TensorSpec&)>& trained) {
   constexpr int64_t kLine = 16;  // floats: every tensor begins on a cache line

@@ -144,6 +144,8 @@ class Weights {
   // What the last load() lost of a tensor: overflowed, underflowed, not finite. Zeros for what is not quantised.
   const QuantStats& quant_stats(int id) const { return quant_stats_[static_cast<size_t>(id)]; }
   void commit(Context& c, int64_t version);
+  // What `other` holds, the same shard in the same numerics in the other memory (one of the two on the GPU, whose context c is); then commits its version.
+  void copy_across(Context& c, const Weights& other);
   // An update that is given up: rows(id) of a tensor with panels as the last commit read them, from the panels.
   void restore_rows(Context& c, int id);
 
@@ -151,6 +153,7 @@ class Weights {
   ModelConfig config_;
   Numerics numerics_;
   Shard shard_;
+  Device device_;
   std::vector<TensorSpec> table_;
   ModelTensors<WeightView> tensors_;
   std::vector<WeightView*> by_id_;

@@ -188,12 +188,6 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     return errorf("rollout.numerics is {}, which cannot be made from weights trained in model.numerics {}; a trainer in bf16 goes with a sampler in bf16, fp8 or fp4",
                   numerics_name(sampler.numerics), numerics_name(trainer.numerics));
   }
-  if (options.device == Device::gpu && (held.tp > 1 || (ranks != nullptr && ranks->layouts.train.ep > 1)))
-    return errorf("device = gpu goes with parallel.pp and dp; heads and experts are not yet spread over GPUs: set parallel.tp and ep to 1, or device = cpu");
-  if (apart && options.device == Device::gpu) {
-    return errorf("device = gpu: trainer and sampler share their weights there; leave rollout.numerics, parallel.rollout_tp and rollout_ep as the trainer's, "
-                  "parallel.rollout_ranks 0, or set device = cpu");
-  }
   LOCKSTEP_RETURN_IF_ERROR(check_memory(config.value(), numerics, own, held, apart ? &sampled : nullptr, sampler.numerics, options.device));
 
   std::unique_ptr<Policy> p(new Policy(options.device, num_threads(use.threads)));
@@ -206,8 +200,18 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
   if (apart) {
     p->sampler_weights_ = std::make_unique<Weights>(p->config_, sampler.numerics, sampled, *p->weights_arena_);
     p->model_.weights = p->sampler_weights_.get();
-    p->transfer_ = std::make_unique<Transfer>(ranks != nullptr ? ranks->all : nullptr, *p->weights_, *p->sampler_weights_, trainer, sampler,
-                                              [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *p->weights_arena_, use.sync);
+    Weights *from = p->weights_.get(), *to = p->sampler_weights_.get();
+    Arena* scratch = p->weights_arena_.get();
+    if (options.device == Device::gpu) {
+      p->mirror_arena_ = std::make_unique<Arena>("weights on the host", kArenaReserve);
+      p->trainer_mirror_ = std::make_unique<Weights>(p->config_, numerics, held, *p->mirror_arena_);
+      p->sampler_mirror_ = std::make_unique<Weights>(p->config_, sampler.numerics, sampled, *p->mirror_arena_);
+      from = p->trainer_mirror_.get();
+      to = p->sampler_mirror_.get();
+      scratch = p->mirror_arena_.get();
+    }
+    p->transfer_ = std::make_unique<Transfer>(ranks != nullptr ? ranks->all : nullptr, *from, *to, trainer, sampler,
+                                              [&](const TensorSpec& t) { return is_trained(t, use.optimizer); }, *scratch, use.sync);
   }
   if (ranks != nullptr && own.sample) {
     if (ranks->rollout->tp.size() > 1) p->model_.tp = &ranks->rollout->tp;
@@ -255,8 +259,17 @@ Result<std::optional<SyncReceipt>> Policy::sync() {
 Result<std::optional<SyncReceipt>> Policy::transfer() {
   const int64_t running = engine_ ? engine_->load().running : 0;
   const Status quiet = running == 0 ? Status::ok() : errorf("{} samples hold state of version {}", running, sampler_weights_->version());
-  Result<SyncReceipt> receipt = transfer_->update(context(), [this](int id) { return actor_->master(id); }, quiet);
+  Context& c = context();
+  Context host = c.on_host();
+  if (trainer_mirror_) trainer_mirror_->copy_across(c, *weights_);
+  const auto master = [&](int id) {
+    if (!c.on_gpu()) return actor_->master(id);
+    const ArenaScope scope(*c.workspace);
+    return on_host(c, actor_->master(id));
+  };
+  Result<SyncReceipt> receipt = transfer_->update(c.on_gpu() ? host : c, master, quiet);
   if (!receipt) return receipt.status();
+  if (sampler_mirror_) sampler_weights_->copy_across(c, *sampler_mirror_);
   return std::optional(receipt.take());
 }
 

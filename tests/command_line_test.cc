@@ -13,6 +13,7 @@
 
 #include <fmt/core.h>
 
+#include "core/device.h"
 #include "core/sanitizer.h"
 
 namespace {
@@ -150,6 +151,34 @@ TEST_F(CommandLine, AFullDiskFailsTheWorkAndResumes) {
 }
 
 // Two trainers and two samplers, as four ranks, against two ranks that do both.
+// Under the executor every kernel has the CPU's bits, so a whole run on the GPU leaves the CPU's files: rollouts, metrics, checkpoints.
+TEST_F(CommandLine, ARunOnTheGpuIsTheCpusRun) {
+  if (!device_info().emulated) GTEST_SKIP() << "matrix units add in their own order";
+  prepare();
+  const auto compare = [&](const std::string& settings, int ranks) {
+    if (ranks > 1 && std::string_view(MPIRUN_COMMAND).empty()) return;
+    const std::string launcher = ranks == 1 ? "" : fmt::format(MPIRUN_COMMAND " -n {}", ranks);
+    for (const char* device : {"cpu", "gpu"}) {
+      fs::remove_all(path(device));
+      expect(lockstep(fmt::format("train run.toml --set run.steps=2 --set train.entropy_coef=0.01 --set device={} --set run.dir={} {}", device, device, settings), launcher), 0,
+             "steps 1 to 2");
+    }
+    int files = 0;
+    for (const auto& entry : fs::recursive_directory_iterator(path("cpu"))) {
+      const std::string name = fs::relative(entry.path(), path("cpu"));
+      if (!entry.is_regular_file() || name.ends_with("config.resolved.toml") || name.ends_with("checksums.json")) continue;
+      if (!name.starts_with("rollouts/") && !name.starts_with("checkpoints/") && name != "metrics.jsonl") continue;
+      EXPECT_TRUE(text_of("cpu/" + name) == text_of("gpu/" + name)) << name << " differs with " << settings;
+      ++files;
+    }
+    EXPECT_GE(files, 5) << settings;
+  };
+  compare("--set model.numerics=fp8", 1);
+  compare("--set rollout.numerics=fp8 --set train.tis=token --set train.replay=routing+index", 1);
+  compare("--set parallel.pp=2 --set parallel.ep=2 --set parallel.rollout_tp=2", 4);
+  compare("--set parallel.tp=2 --set parallel.rollout_ranks=1", 3);
+}
+
 TEST_F(CommandLine, SamplersOnOtherRanksLeaveTheSameRun) {
   if (std::string_view(MPIRUN_COMMAND).empty()) return;
   prepare();
