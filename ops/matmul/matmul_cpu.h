@@ -57,3 +57,15 @@ void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy
 void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets);
 
 }  // namespace lockstep::device::portable
+
+// Thin weights in f32, with the CPU's bits (matmul_gpu_thin.cu); the portable products take these where they can.
+namespace lockstep::device::thin {
+
+constexpr int64_t kThinRows = 32;
+
+bool supports(ConstTensorView x, const WeightView& w, int64_t k_segment);
+void matmul(Context& c, TensorView y, ConstTensorView x, ConstTensorView w);
+bool supports_weight_gradient(ConstTensorView dw, ConstTensorView dy, ConstTensorView x);
+void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
+
+}  // namespace lockstep::device::thin

@@ -455,6 +455,7 @@ void set_scales(Product& p, const WeightView& w) {
 void forward(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
   const int64_t k = x.dim(1);
   if (y.shape.elements() == 0) return;
+  if (offsets.data == nullptr && thin::supports(x, w, k_segment)) return thin::matmul(c, y, x, w.rows);
   Product p = {.a = x.data, .b = w.rows.data, .y = y.data, .a_stride = x.row_stride, .b_stride = row_stride(w.rows), .y_stride = y.row_stride,
                .a_type = x.dtype, .b_type = w.rows.dtype, .y_type = y.dtype,
                .rows = static_cast<int>(x.rows()), .cols = static_cast<int>(y.dim(1)), .chain = static_cast<int>(k)};
@@ -498,6 +499,7 @@ void input_gradient(Context& c, TensorView dx, ConstTensorView dy, const WeightV
 
 void weight_gradient(Context& c, TensorView dw, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets) {
   if (dw.shape.elements() == 0 || x.rows() == 0) return;
+  if (offsets.data == nullptr && thin::supports_weight_gradient(dw, dy, x)) return thin::matmul_backward_weight(c, dw, dy, x);
   Product p = {.a = dy.data, .b = x.data, .y = dw.data, .a_stride = dy.row_stride, .b_stride = x.row_stride, .y_stride = row_stride(dw),
                .b_type = x.dtype, .rows = static_cast<int>(dy.dim(1)), .cols = static_cast<int>(x.dim(1)), .chain = static_cast<int>(x.rows()), .accumulate = true};
   set_experts(p, nullptr, offsets);
