@@ -43,12 +43,11 @@ View flat(View x) {
 void mix_backward(Context& c, TensorView dx_accum, const HyperGradients& dw, ConstTensorView dpre, ConstTensorView dpost,
                   ConstTensorView dcomb, ConstTensorView raw, ConstTensorView inv_rms, ConstTensorView x, const HyperWeights& w,
                   const HyperShape& shape) {
+  if (c.on_gpu()) return device::hyper_mix_backward(c, dx_accum, dw, dpre, dpost, dcomb, raw, inv_rms, x, w, shape);
   const ArenaScope scope(*c.workspace);
   const TensorView dlogits = c.workspace->tensor(DType::f32, raw.shape, "hyperconn logit gradients");
-  c.on_gpu() ? device::hyper_coefficients_backward(c, dx_accum, dlogits, dpre, dpost, dcomb, raw, inv_rms, x, w, shape)
-             : simd::hyper_coefficients_backward(c, dx_accum, dlogits, dpre, dpost, dcomb, raw, inv_rms, x, w, shape);
-  c.on_gpu() ? device::hyper_raw_gradient(c, dlogits, dw, raw, inv_rms, w, shape.streams)
-             : reference::hyper_raw_gradient(dlogits, dw, raw, inv_rms, w, shape.streams);
+  simd::hyper_coefficients_backward(c, dx_accum, dlogits, dpre, dpost, dcomb, raw, inv_rms, x, w, shape);
+  reference::hyper_raw_gradient(dlogits, dw, raw, inv_rms, w, shape.streams);
   if (!dw.fn.empty()) matmul_backward_weight(c, dw.fn, dlogits, flat(x));
   matmul_backward_input(c, flat(dx_accum), dlogits, w.fn, true);
 }

@@ -49,10 +49,9 @@ namespace device {
 
 void hyper_coefficients(Context& c, TensorView pre, TensorView post, TensorView comb, TensorView inv_rms, ConstTensorView raw, ConstTensorView x,
                         const HyperWeights& w, const HyperShape& shape);
-void hyper_coefficients_backward(Context& c, TensorView dx_accum, TensorView dlogits, ConstTensorView dpre, ConstTensorView dpost, ConstTensorView dcomb,
-                                 ConstTensorView raw, ConstTensorView inv_rms, ConstTensorView x, const HyperWeights& w, const HyperShape& shape);
-void hyper_raw_gradient(Context& c, TensorView dlogits, const HyperGradients& dw, ConstTensorView raw, ConstTensorView inv_rms, const HyperWeights& w,
-                        int64_t streams);
+// All of the backward of the coefficients and of the product with fn.
+void hyper_mix_backward(Context& c, TensorView dx_accum, const HyperGradients& dw, ConstTensorView dpre, ConstTensorView dpost, ConstTensorView dcomb,
+                        ConstTensorView raw, ConstTensorView inv_rms, ConstTensorView x, const HyperWeights& w, const HyperShape& shape);
 void hyper_pre(Context& c, TensorView h, ConstTensorView x, ConstTensorView pre);
 void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x, ConstTensorView pre);
 void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb);
