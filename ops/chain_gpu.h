@@ -38,10 +38,11 @@ inline constexpr size_t kChainBytes = sizeof(float) * 2 * 2 * kChainRows * kChai
 struct ChainTerms {
   Vector<float, 4> a, b;
 };
-// sum = fma(a, b, sum) over rows, of column thread_x() of `columns` <= kChainColumns; the value counts in those threads. load(row, column) gives the terms of
-// columns column ... column + 3 (a multiple of 4, below `columns`). Every thread of a block of kChainThreads calls, with kChainBytes of shared memory.
-template <typename Load>
-GPU_INLINE float chain_columns(float sum, int64_t rows, int columns, const Load& load) {
+// sum = fma(a, b, sum) over rows, of column thread_x() of `columns` <= kChainColumns; the value counts in those threads. load(row, column) fetches what
+// terms(loaded) makes the terms of columns column ... column + 3 of (a multiple of 4, below `columns`): several loads come before the first of their terms.
+// Every thread of a block of kChainThreads calls, with kChainBytes of shared memory.
+template <typename Load, typename Terms>
+GPU_INLINE float chain_columns(float sum, int64_t rows, int columns, const Load& load, const Terms& terms) {
   constexpr int kQuads = kChainColumns / 4, kStep = kChainLoaders / kQuads, kTile = kChainRows * kChainColumns * 2;
   const Shared<float> tiles = SharedMemory().take<float>(2 * kTile);
   const int loader = thread_x() - kWave, column = loader % kQuads * 4, row = loader / kQuads;
@@ -50,16 +51,16 @@ GPU_INLINE float chain_columns(float sum, int64_t rows, int columns, const Load&
   const auto rows_of = [&](int tile) { return rows - static_cast<int64_t>(tile) * kChainRows < kChainRows ? static_cast<int>(rows - static_cast<int64_t>(tile) * kChainRows) : kChainRows; };
   for (int tile = 0; tile <= num_tiles; ++tile) {
     if (loads && tile < num_tiles) {
-      ChainTerms terms[kChainRows / kStep];
+      decltype(load(int64_t{0}, 0)) loaded[kChainRows / kStep] = {};
       const int n = rows_of(tile);
 #pragma unroll
       for (int j = 0; j < kChainRows / kStep; ++j)
-        if (row + j * kStep < n) terms[j] = load(static_cast<int64_t>(tile) * kChainRows + row + j * kStep, column);
+        if (row + j * kStep < n) loaded[j] = load(static_cast<int64_t>(tile) * kChainRows + row + j * kStep, column);
       const Shared<float> to = tiles.from(tile % 2 * kTile + (row * kChainColumns + column) * 2);
 #pragma unroll
       for (int j = 0; j < kChainRows / kStep; ++j) {
         if (row + j * kStep >= n) continue;
-        const Vector<float, 4>&a = terms[j].a, &b = terms[j].b;
+        const auto [a, b] = terms(loaded[j]);
         to.store_vector<4>(j * kStep * kChainColumns * 2, {{a.v[0], b.v[0], a.v[1], b.v[1]}});
         to.store_vector<4>(j * kStep * kChainColumns * 2 + 4, {{a.v[2], b.v[2], a.v[3], b.v[3]}});
       }

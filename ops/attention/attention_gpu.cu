@@ -425,17 +425,21 @@ GPU_KERNEL GPU_BOUNDS(kKeyThreads, 1) attention_key_gradient_kernel(KeyProblem<T
 GPU_KERNEL GPU_BOUNDS(kChainThreads) attention_sink_parts_kernel(float* parts, const AttentionSinkTerm* terms, SequenceArrays seq, int heads) {
   const int s = block_x(), first = block_y() * kChainColumns, columns = heads - first < kChainColumns ? heads - first : kChainColumns;
   const int64_t begin = seq.seq_row[s];
-  const float part = chain_columns(0.0f, seq.seq_row[s + 1] - begin, columns, [&](int64_t t, int column) {
+  struct Quad {
+    AttentionSinkTerm v[4];
+  };
+  const auto load = [&](int64_t t, int column) {
     const AttentionSinkTerm* const from = terms + (begin + t) * heads + first + column;
-    ChainTerms out = {};
+    Quad q = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (column + i < columns) {
-        const AttentionSinkTerm term = from[i];
-        out.a.v[i] = -term.p, out.b.v[i] = term.delta;
-      }
-    return out;
-  });
+      if (column + i < columns) q.v[i] = from[i];
+    return q;
+  };
+  const auto terms_of = [](const Quad& q) {
+    return ChainTerms{.a = {{-q.v[0].p, -q.v[1].p, -q.v[2].p, -q.v[3].p}}, .b = {{q.v[0].delta, q.v[1].delta, q.v[2].delta, q.v[3].delta}}};
+  };
+  const float part = chain_columns(0.0f, seq.seq_row[s + 1] - begin, columns, load, terms_of);
   if (thread_x() < columns) parts[static_cast<int64_t>(s) * heads + first + thread_x()] = part;
 }
 GPU_KERNEL attention_sink_gradient_kernel(float* dsink, const float* parts, int num_sequences, int heads) {

@@ -138,15 +138,25 @@ GPU_KERNEL gather_kernel(T* rows, int64_t rows_stride, const T* x, int64_t x_str
   if (p.count == 0) return;
   const int64_t first = p.row * kGatherRows;
   const int n = num_rows - first < kGatherRows ? static_cast<int>(num_rows - first) : kGatherRows;
-  Elements<T> part[kGatherRows];
-  int32_t token[kGatherRows] = {};
+  T* const to = rows + first * rows_stride + p.at;
+  if (aligned && p.count == kPiece && n == kGatherRows) {
+    using Words = Vector<uint32_t, 4>;
+    constexpr int kVectors = static_cast<int>(sizeof(Elements<T>) / sizeof(Words));
+    Words part[kGatherRows][kVectors];
 #pragma unroll
-  for (int j = 0; j < kGatherRows; ++j)
-    if (j < n) token[j] = row_token[(first + j) * row_token_stride];
+    for (int j = 0; j < kGatherRows; ++j) {
+      const auto* const from = reinterpret_cast<const Words*>(x + row_token[(first + j) * row_token_stride] * x_stride + p.at);
 #pragma unroll
-  for (int j = 0; j < kGatherRows; ++j) part[j] = load(x + token[j] * x_stride + p.at, j < n ? p.count : 0, aligned);
+      for (int v = 0; v < kVectors; ++v) part[j][v] = from[v];
+    }
 #pragma unroll
-  for (int j = 0; j < kGatherRows; ++j) store(rows + (first + j) * rows_stride + p.at, part[j], j < n ? p.count : 0, aligned);
+    for (int j = 0; j < kGatherRows; ++j)
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) store_vector(reinterpret_cast<uint32_t*>(to + j * rows_stride) + 4 * v, part[j][v]);
+    return;
+  }
+  for (int j = 0; j < n; ++j)
+    store(to + j * rows_stride, load(x + row_token[(first + j) * row_token_stride] * x_stride + p.at, p.count, aligned), p.count, aligned);
 }
 
 // 0 + rows[slot[0]] + rows[slot[1]] + ..., several rows on their way at once.

@@ -3,6 +3,8 @@
 //
 // Floors at T x D, bf16: forward 4 T D bytes / 4 TB/s; backward 10 T D (14 accumulating); gain 6 T D or 4 T cycles, whichever is longer.
 
+#include <bit>
+
 #include "ops/chain_gpu.h"
 #include "ops/elements_gpu.h"
 #include "ops/rmsnorm/rmsnorm_cpu.h"
@@ -59,8 +61,8 @@ GPU_KERNEL GPU_BOUNDS(kRowThreads) rmsnorm_kernel(T* y, int64_t y_stride, float*
   const Shared<float> staged = memory.take<float>(kStaged<kPieces>), scales = memory.take<float>(kRowsABlock);
   const T* const from = x + m.row * x_stride;
   T* const to = y + m.row * y_stride;
-  Elements<T> kept[kPieces];
-  Elements<float> gain[kPieces];
+  Elements<T> kept[kPieces] = {};
+  Elements<float> gain[kPieces] = {};
   const auto fetch = [&](int begin) {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) kept[j] = load(from + m.at(begin, j), m.count(k, m.at(begin, j)), k.aligned);
@@ -127,7 +129,7 @@ GPU_KERNEL GPU_BOUNDS(kRowThreads) rmsnorm_backward_kernel(float* dx, int64_t dx
   const float* const g = dy + m.row * dy_stride;
   float* const to = dx + m.row * dx_stride;
   const float scale = m.mine ? inv[m.row] : 0.0f;
-  float normed[kPieces][kPiece], gained[kPieces][kPiece];
+  float normed[kPieces][kPiece] = {}, gained[kPieces][kPiece] = {};
   const auto fetch = [&](int begin) {
     Elements<T> e[kPieces];
     Elements<float> d[kPieces];
@@ -189,30 +191,47 @@ GPU_KERNEL GPU_BOUNDS(kRowThreads) rmsnorm_backward_kernel(float* dx, int64_t dx
   }
 }
 
+// Four columns of a row, x as the words it came in.
+template <typename T>
+struct GainQuad {
+  Vector<float, 4> dy;
+  Vector<uint32_t, sizeof(T)> x;
+  float inv;
+};
+
 template <typename T>
 GPU_KERNEL GPU_BOUNDS(kChainThreads) rmsnorm_gain_kernel(float* dw, const float* dy, int64_t dy_stride, const T* x, int64_t x_stride, const float* inv, bool aligned,
                                                          int64_t rows, int64_t n) {
   const int64_t first = static_cast<int64_t>(block_x()) * kChainColumns;
   const int columns = n - first < kChainColumns ? static_cast<int>(n - first) : kChainColumns;
   const bool mine = thread_x() < columns;
-  const float sum = chain_columns(mine ? dw[first + thread_x()] : 0.0f, rows, columns, [&](int64_t t, int column) {
+  const auto load = [&](int64_t t, int column) {
     const float* const g = dy + t * dy_stride + first + column;
     const T* const e = x + t * x_stride + first + column;
-    Vector<T, 4> value = {};
-    ChainTerms terms = {};
+    GainQuad<T> q;
+    q.inv = inv[t];
     if (aligned && column + 4 <= columns) {
-      terms.a = *reinterpret_cast<const Vector<float, 4>*>(g);
-      value = *reinterpret_cast<const Vector<T, 4>*>(e);
+      q.dy = *reinterpret_cast<const Vector<float, 4>*>(g);
+      q.x = *reinterpret_cast<const Vector<uint32_t, sizeof(T)>*>(e);
     } else {
+      Vector<T, 4> v = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (column + i < columns) terms.a.v[i] = g[i], value.v[i] = e[i];
+      for (int i = 0; i < 4; ++i) {
+        q.dy.v[i] = column + i < columns ? g[i] : 0.0f;
+        if (column + i < columns) v.v[i] = e[i];
+      }
+      q.x = std::bit_cast<Vector<uint32_t, sizeof(T)>>(v);
     }
-    const float scale = inv[t];
+    return q;
+  };
+  const auto terms = [](const GainQuad<T>& q) {
+    const auto v = std::bit_cast<Vector<T, 4>>(q.x);
+    ChainTerms out = {.a = q.dy, .b = {}};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) terms.b.v[i] = to_f32(value.v[i]) * scale;
-    return terms;
-  });
+    for (int i = 0; i < 4; ++i) out.b.v[i] = to_f32(v.v[i]) * q.inv;
+    return out;
+  };
+  const float sum = chain_columns(mine ? dw[first + thread_x()] : 0.0f, rows, columns, load, terms);
   if (mine) dw[first + thread_x()] = sum;
 }
 
