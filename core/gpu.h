@@ -10,6 +10,7 @@
 //
 // Source: GPU spec 1.
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -173,11 +174,31 @@ GPU_INLINE float fma(float a, float b, float c) {
 // x * by, which keeps the sign of a NaN x; a GPU's own product does not.
 GPU_INLINE float scaled(float x, float by) { return x == x ? x * by : x; }
 
-// A piece of the block's shared memory. Vectors of N elements lie at multiples of N * sizeof(T) bytes.
+// Vectors of N elements lie at multiples of N * sizeof(T) bytes.
 template <typename T, int N>
 struct alignas(N * sizeof(T)) Vector {
   T v[N];
 };
+
+// Stores v in global memory. nvcc takes the assignment of a struct apart, and may leave a store for every element where another branch stores them singly.
+template <typename T, int N>
+GPU_INLINE void store_vector(T* to, const Vector<T, N>& v) {
+#if LOCKSTEP_GPU_CUDA
+  if constexpr (sizeof(v) >= 4) {
+    using Word = std::conditional_t<sizeof(v) % 16 == 0, uint4, std::conditional_t<sizeof(v) == 8, uint2, unsigned>>;
+    struct Words {
+      Word v[sizeof(Vector<T, N>) / sizeof(Word)];
+    };
+    const auto words = std::bit_cast<Words>(v);
+#pragma unroll
+    for (size_t i = 0; i < sizeof(v) / sizeof(Word); ++i) __stwb(reinterpret_cast<Word*>(to) + i, words.v[i]);
+    return;
+  }
+#endif
+  *reinterpret_cast<Vector<T, N>*>(to) = v;
+}
+
+// A piece of the block's shared memory.
 
 template <typename T>
 class Shared {
@@ -206,15 +227,16 @@ class Shared {
   T* p_;
 };
 
-// Hands out the launch's shared memory, in the same order in every thread.
+// Hands out the launch's shared memory, in the same order in every thread. Its base lies at a multiple of 128 bytes. Offsets from it, not addresses, are
+// rounded: a pointer that was an integer would be of any memory to the compilers, whose accesses to that are slower.
 class SharedMemory {
  public:
-  GPU_INLINE SharedMemory() : at_(base()) {}
   template <typename T>
   GPU_INLINE Shared<T> take(int n, int align = 16) {
-    const auto address = (reinterpret_cast<uintptr_t>(at_) + static_cast<uintptr_t>(align) - 1) / static_cast<uintptr_t>(align) * static_cast<uintptr_t>(align);
-    at_ = reinterpret_cast<char*>(address) + static_cast<size_t>(n) * sizeof(T);
-    return Shared<T>(reinterpret_cast<T*>(address));
+    at_ = (at_ + static_cast<size_t>(align) - 1) / static_cast<size_t>(align) * static_cast<size_t>(align);
+    T* const p = reinterpret_cast<T*>(base() + at_);
+    at_ += static_cast<size_t>(n) * sizeof(T);
+    return Shared<T>(p);
   }
 
  private:
@@ -226,7 +248,7 @@ class SharedMemory {
     return lockstep_shared;
 #endif
   }
-  char* at_;
+  size_t at_ = 0;
 };
 
 // 16 bytes from global to shared memory in the background: commit closes a group, wait leaves at most the newest `Groups` open. A block barrier

@@ -64,7 +64,7 @@ GPU_INLINE void store(T* to, const Elements<T>& e, int count, bool aligned) {
       Vector<T, kWords> part;
 #pragma unroll
       for (int k = 0; k < kWords; ++k) part.v[k] = e.v[i + k];
-      *reinterpret_cast<Vector<T, kWords>*>(to + i) = part;
+      store_vector(to + i, part);
     }
   } else {
 #pragma unroll

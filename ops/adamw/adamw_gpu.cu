@@ -1,9 +1,10 @@
 // Bound by memory: 28 bytes an element for the step, 4 for the others. Floor: bytes / 4 TB/s.
 //
 // sum_squares: 16 threads take a block of kSumSquaresBlock, thread l the tree's virtual lane l in f64; then one block adds the blocks' sums in order, its
-// threads fetching tiles for the one that adds (a chain of N / 4096 f64 additions: 2 ms at N = 1e9, where reading the elements takes 1 ms).
+// other waves fetching tiles for the thread that adds (a chain of N / 4096 f64 additions of 8 cycles: 1.1 ms at N = 1e9, where reading the elements takes 1 ms).
 
 #include "ops/adamw/adamw_cpu.h"
+#include "ops/chain_gpu.h"
 #include "ops/elements_gpu.h"
 #include "ops/fixed_math.h"
 
@@ -43,24 +44,26 @@ GPU_KERNEL square_blocks_kernel(double* sums, const float* grad, int64_t n) {
   const int64_t block = (static_cast<int64_t>(block_x()) * kSumThreads + thread_x()) / kTreeLanes, begin = block * kSumSquaresBlock;
   const int64_t end = begin + kSumSquaresBlock < n ? begin + kSumSquaresBlock : n;
   double sum = 0;
-#pragma unroll 8
+#pragma unroll 32
   for (int64_t i = begin + thread_x() % kTreeLanes; i < end; i += kTreeLanes) sum = sum + static_cast<double>(grad[i] * grad[i]);
   for (int width = kTreeLanes / 2; width >= 1; width /= 2) sum = sum + shuffle_xor(sum, width);
   if (begin < n && thread_x() % kTreeLanes == 0) sums[block] = sum;
 }
 
 GPU_KERNEL sum_in_order_kernel(double* out, const double* sums, int64_t blocks) {
-  SharedMemory memory;
-  const auto tile = memory.take<double>(kSumTile);
+  const auto tiles = SharedMemory().take<double>(2 * kSumTile);
+  const int64_t num_tiles = (blocks + kSumTile - 1) / kSumTile;
+  const auto count = [&](int64_t tile) { return blocks - tile * kSumTile < kSumTile ? static_cast<int>(blocks - tile * kSumTile) : kSumTile; };
   double sum = 0;
-  for (int64_t first = 0; first < blocks; first += kSumTile) {
-    const int n = blocks - first < kSumTile ? static_cast<int>(blocks - first) : kSumTile;
+  for (int64_t tile = 0; tile <= num_tiles; ++tile) {
+    if (tile < num_tiles)
+      for (int i = thread_x() - kWave; i >= 0 && i < count(tile); i += kSumThreads)
+        tiles.store(static_cast<int>(tile % 2) * kSumTile + i, sums[tile * kSumTile + i]);
+    if (tile > 0 && thread_x() == 0) {
+      const auto from = tiles.from(static_cast<int>((tile - 1) % 2) * kSumTile);
+      in_order(count(tile - 1), [&](int i) { return from.load(i); }, [&](double v) { sum = sum + v; });
+    }
     sync_block();
-    for (int i = thread_x(); i < n; i += kSumThreads) tile.store(i, sums[first + i]);
-    sync_block();
-    if (thread_x() != 0) continue;
-#pragma unroll 8
-    for (int i = 0; i < n; ++i) sum = sum + tile.load(i);
   }
   if (thread_x() == 0) *out = sum;
 }
@@ -92,7 +95,7 @@ void sum_squares(Context& c, TensorView out, ConstTensorView grad) {
   double* sums = c.workspace->tensor(DType::f64, {blocks}, "sum_squares blocks").ptr<double>();
   launch(c, "square_blocks", {.blocks = blocks_for(blocks * kTreeLanes, kSumThreads), .threads = kSumThreads}, square_blocks_kernel, sums, grad.ptr<float>(),
          n);
-  launch(c, "sum_in_order", {.blocks = 1, .threads = kSumThreads, .shared_bytes = kSumTile * sizeof(double)}, sum_in_order_kernel, out.ptr<double>(), sums,
+  launch(c, "sum_in_order", {.blocks = 1, .threads = kWave + kSumThreads, .shared_bytes = 2 * kSumTile * sizeof(double)}, sum_in_order_kernel, out.ptr<double>(), sums,
          blocks);
 }
 

@@ -19,6 +19,7 @@
 #include "ops/attention/attention_gpu_sm90.h"
 #endif
 #include "core/gpu_check.h"
+#include "ops/chain_gpu.h"
 #include "ops/row_gpu.h"
 
 namespace lockstep::device {
@@ -420,20 +421,32 @@ GPU_KERNEL GPU_BOUNDS(kKeyThreads, 1) attention_key_gradient_kernel(KeyProblem<T
   }
 }
 
-// One head a thread: a chain over each sequence's tokens, then the sequences in order.
-GPU_KERNEL attention_sink_gradient_kernel(float* dsink, const AttentionSinkTerm* terms, SequenceArrays seq, int num_sequences, int heads) {
+// A chain over a sequence's tokens a head, then the sequences in order.
+GPU_KERNEL GPU_BOUNDS(kChainThreads) attention_sink_parts_kernel(float* parts, const AttentionSinkTerm* terms, SequenceArrays seq, int heads) {
+  const int s = block_x(), first = block_y() * kChainColumns, columns = heads - first < kChainColumns ? heads - first : kChainColumns;
+  const int64_t begin = seq.seq_row[s];
+  struct Quad {
+    AttentionSinkTerm v[4];
+  };
+  const auto load = [&](int64_t t, int column) {
+    const AttentionSinkTerm* const from = terms + (begin + t) * heads + first + column;
+    Quad q = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (column + i < columns) q.v[i] = from[i];
+    return q;
+  };
+  const auto terms_of = [](const Quad& q) {
+    return ChainTerms{.a = {{-q.v[0].p, -q.v[1].p, -q.v[2].p, -q.v[3].p}}, .b = {{q.v[0].delta, q.v[1].delta, q.v[2].delta, q.v[3].delta}}};
+  };
+  const float part = chain_columns(0.0f, seq.seq_row[s + 1] - begin, columns, load, terms_of);
+  if (thread_x() < columns) parts[static_cast<int64_t>(s) * heads + first + thread_x()] = part;
+}
+GPU_KERNEL attention_sink_gradient_kernel(float* dsink, const float* parts, int num_sequences, int heads) {
   const int h = block_x() * 32 + thread_x();
   if (h >= heads) return;
   float sum = dsink[h];
-  for (int s = 0; s < num_sequences; ++s) {
-    float part = 0.0f;
-#pragma unroll 8
-    for (int64_t t = seq.seq_row[s]; t < seq.seq_row[s + 1]; ++t) {
-      const AttentionSinkTerm term = terms[t * heads + h];
-      part = fma(-term.p, term.delta, part);
-    }
-    sum = sum + part;
-  }
+  in_order(num_sequences, [&](int s) { return parts[static_cast<int64_t>(s) * heads + h]; }, [&](float part) { sum = sum + part; });
   dsink[h] = sum;
 }
 
@@ -522,8 +535,13 @@ AttentionSinkTerm* make_sink_terms(Context& c, ConstTensorView q) {
 }
 void sum_sinks(Context& c, TensorView dsink, const AttentionSinkTerm* terms, const SequenceView& seq) {
   const int heads = static_cast<int>(dsink.dim(0));
-  launch(c, "attention_sink_gradient", {.blocks = blocks_for(heads, 32), .threads = 32}, attention_sink_gradient_kernel, dsink.ptr<float>(), terms, arrays(seq),
-         static_cast<int>(seq.num_sequences), heads);
+  const int64_t sequences = seq.num_sequences;
+  const ArenaScope scope(*c.workspace);
+  auto* const parts = static_cast<float*>(c.workspace->allocate(sizeof(float) * static_cast<size_t>(sequences * heads), "attention sink parts"));
+  launch(c, "attention_sink_parts", {.blocks = sequences, .threads = kChainThreads, .blocks_y = blocks_for(heads, kChainColumns), .shared_bytes = kChainBytes},
+         attention_sink_parts_kernel, parts, terms, arrays(seq), heads);
+  launch(c, "attention_sink_gradient", {.blocks = blocks_for(heads, 32), .threads = 32}, attention_sink_gradient_kernel, dsink.ptr<float>(),
+         static_cast<const float*>(parts), static_cast<int>(sequences), heads);
 }
 
 }  // namespace

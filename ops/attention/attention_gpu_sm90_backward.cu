@@ -223,13 +223,14 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(bf16* grad, Attent
   }
 }
 
-constexpr int kSumThreads = 128;
+constexpr int kSumThreads = 128, kSumWarps = kSumThreads / 32;
+constexpr int kLookups = 4;  // queries that a thread looks up at once: a search is a chain of loads
 
 // One row a block: its shares over the queries [begin, end) that read it, in order. kEntries: the entry whose last token is the block's row, if there is one.
 template <int D, bool kEntries>
-__global__ void __launch_bounds__(kSumThreads, 8) sum_shares_kernel(float* grad, int64_t grad_stride, KeyRows<bf16> keys, const float* shares, int longest, int64_t begin,
+__global__ void __launch_bounds__(kSumThreads, 4) sum_shares_kernel(float* grad, int64_t grad_stride, KeyRows<bf16> keys, const float* shares, int longest, int64_t begin,
                                                                  int64_t end) {
-  __shared__ int places[kSumThreads], counts[kSumThreads / 32];
+  __shared__ int places[kLookups * kSumThreads], counts[kLookups * kSumWarps];
   const int64_t first = block_x();
   const SequenceArrays& seq = keys.seq;
   const int s = seq.token_seq[first], position = seq.token_pos[first], thread = thread_x();
@@ -248,40 +249,65 @@ __global__ void __launch_bounds__(kSumThreads, 8) sum_shares_kernel(float* grad,
   float* const out = grad + row * grad_stride + column;
   float4 acc = make_float4(0, 0, 0, 0);
   if (column < D && (kEntries || first < begin)) acc = *reinterpret_cast<const float4*>(out);
-  for (int64_t batch = from; batch < to; batch += kSumThreads) {
-    // Where the row stands in each query's list; those of the queries that read it, in order.
-    const int64_t t = batch + thread;
-    int at = -1;
-    if (t < to) {
-      const List<bf16> list = keys.list(t);
-      if constexpr (!kEntries) {
-        at = list.num_window - 1 - static_cast<int>(t - first);
-      } else if (list.chosen == nullptr) {
-        at = list.num_window + entry;
-      } else {
-        int low = 0, high = list.num_entries;
-        while (low < high) {
-          const int mid = (low + high) / 2;
-          if (list.chosen[mid] < entry) low = mid + 1;
-          else high = mid;
+  for (int64_t batch = from; batch < to; batch += kLookups * kSumThreads) {
+    // Where the row stands in each query's list, or -1. Indices ascend, so entry e is not behind place e; what is past a list's end is negative.
+    int at[kLookups];
+#pragma unroll
+    for (int l = 0; l < kLookups; ++l) {
+      const int64_t t = batch + l * kSumThreads + thread;
+      at[l] = -1;
+      if (t >= to) continue;
+      const int num_window = min(seq.token_pos[t] + 1, keys.window);
+      at[l] = kEntries ? num_window + entry : num_window - 1 - static_cast<int>(t - first);
+    }
+    if (kEntries && keys.selected != nullptr) {
+      int low[kLookups] = {}, high[kLookups];
+      const int32_t* chosen[kLookups];
+#pragma unroll
+      for (int l = 0; l < kLookups; ++l) {
+        chosen[l] = keys.selected + (batch + l * kSumThreads + thread) * keys.selected_stride;
+        high[l] = at[l] < 0 ? 0 : min(keys.num_selected, entry + 1);
+      }
+      for (int length = min(keys.num_selected, entry + 1); length > 0; length /= 2) {
+        int value[kLookups];
+#pragma unroll
+        for (int l = 0; l < kLookups; ++l) value[l] = low[l] < high[l] ? chosen[l][(low[l] + high[l]) / 2] : 0;
+#pragma unroll
+        for (int l = 0; l < kLookups; ++l) {
+          const int mid = (low[l] + high[l]) / 2;
+          if (low[l] >= high[l]) continue;
+          if (value[l] >= 0 && value[l] < entry) low[l] = mid + 1;
+          else high[l] = mid;
         }
-        if (low < list.num_entries && list.chosen[low] == entry) at = list.num_window + low;
+      }
+#pragma unroll
+      for (int l = 0; l < kLookups; ++l) {
+        const bool found = at[l] >= 0 && low[l] < keys.num_selected && chosen[l][low[l]] == entry;
+        at[l] = found ? at[l] - entry + low[l] : -1;
       }
     }
-    const unsigned reads = __ballot_sync(0xffffffffu, at >= 0);
+    // Those of the queries that read it, in order.
+    unsigned reads[kLookups];
     __syncthreads();  // the batch before has been read
-    if (thread % 32 == 0) counts[thread / 32] = __popc(reads);
-    __syncthreads();
-    int before = __popc(reads & ((1u << thread % 32) - 1)), count = 0;
 #pragma unroll
-    for (int w = 0; w < kSumThreads / 32; ++w) {
-      if (w < thread / 32) before += counts[w];
-      count += counts[w];
+    for (int l = 0; l < kLookups; ++l) {
+      reads[l] = __ballot_sync(0xffffffffu, at[l] >= 0);
+      if (thread % 32 == 0) counts[l * kSumWarps + thread / 32] = __popc(reads[l]);
     }
-    if (at >= 0) places[before] = static_cast<int>(t - begin) * longest + at;
+    __syncthreads();
+    int count = 0;
+#pragma unroll
+    for (int l = 0; l < kLookups; ++l) {
+#pragma unroll
+      for (int w = 0; w < kSumWarps; ++w) {
+        if (w == thread / 32 && at[l] >= 0)
+          places[count + __popc(reads[l] & ((1u << thread % 32) - 1))] = static_cast<int>(batch + l * kSumThreads + thread - begin) * longest + at[l];
+        count += counts[l * kSumWarps + w];
+      }
+    }
     __syncthreads();
     if (column < D) {
-#pragma unroll 8
+#pragma unroll 16
       for (int i = 0; i < count; ++i) {
         const float4 v = *reinterpret_cast<const float4*>(shares + static_cast<int64_t>(places[i]) * D + column);
         acc = make_float4(acc.x + v.x, acc.y + v.y, acc.z + v.z, acc.w + v.w);

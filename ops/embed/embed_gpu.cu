@@ -82,7 +82,7 @@ GPU_KERNEL embed_backward_kernel(float* dtable, int64_t dtable_stride, int64_t f
       }
       for (int k = 0; k < kColumns; ++k) total.v[k] = total.v[k] + sum.v[k];
     }
-    *reinterpret_cast<Vector<float, kColumns>*>(to) = total;
+    store_vector(to, total);
     return;
   }
   for (int k = 0; k < kColumns && column + k < width; ++k) {

@@ -37,13 +37,20 @@ struct Problem {
 
 constexpr int shared_stride(int width) { return ((width + 3) / 4 | 1) * 4; }
 
-// Row `from` of `width` elements, or zeros, as f32 into shared memory, zeros up to a multiple of 4.
+// Row `from` of `width` elements, or zeros, as f32 into shared memory, zeros up to a multiple of 4. Vectors are on their way 8 at a time.
 template <typename T>
 GPU_INLINE void load_row(Shared<float> to, const T* from, int width, bool vectors, int lane, int threads) {
   if (vectors) {
-    for (int i = lane * 4; i < width; i += threads * 4) {
-      const Vector<T, 4> v = from == nullptr ? Vector<T, 4>{} : *reinterpret_cast<const Vector<T, 4>*>(from + i);
-      to.store_vector<4>(i, {{to_f32(v.v[0]), to_f32(v.v[1]), to_f32(v.v[2]), to_f32(v.v[3])}});
+    constexpr int kBatch = 8;
+    const int step = threads * 4;
+    for (int begin = lane * 4; begin < width; begin += kBatch * step) {
+      Vector<T, 4> v[kBatch] = {};
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j)
+        if (from != nullptr && begin + j * step < width) v[j] = *reinterpret_cast<const Vector<T, 4>*>(from + begin + j * step);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j)
+        if (begin + j * step < width) to.store_vector<4>(begin + j * step, {{to_f32(v[j].v[0]), to_f32(v[j].v[1]), to_f32(v[j].v[2]), to_f32(v[j].v[3])}});
     }
   } else {
     for (int i = lane; i < (width + 3) / 4 * 4; i += threads) to.store(i, from == nullptr || i >= width ? 0.0f : to_f32(from[i]));
@@ -52,7 +59,7 @@ GPU_INLINE void load_row(Shared<float> to, const T* from, int width, bool vector
 
 // kHeads: 16 or 64 at a time.
 template <typename T, int kHeads>
-GPU_KERNEL GPU_BOUNDS(kThreads, 2) index_scores_kernel(Problem<T> p) {
+GPU_KERNEL GPU_BOUNDS(kThreads, kHeads == kTreeLanes ? 4 : 2) index_scores_kernel(Problem<T> p) {
   constexpr int kA = kHeads / kTreeLanes, kB = kKeysAThread;
   const int64_t t = p.begin + block_x();
   const int visible = p.visible(t), block_begin = block_y() * kBlockKeys;

@@ -34,7 +34,7 @@ GPU_INLINE void load_each(const T* from, int n, bool aligned, float (&v)[kEach])
 template <typename T>
 GPU_INLINE void store_each(T* to, int n, bool aligned, const Vector<T, kEach>& v) {
   if (aligned && n == kEach) {
-    *reinterpret_cast<Vector<T, kEach>*>(to) = v;
+    store_vector(to, v);
     return;
   }
 #pragma unroll

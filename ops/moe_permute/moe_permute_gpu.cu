@@ -129,12 +129,34 @@ GPU_KERNEL plan_place_kernel(const Plan p, const int32_t* counts) {
   place_run(p, unit, next);
 }
 
+constexpr int kGatherRows = 4;  // of a thread, one below the other: their loads are on their way at once
+
 template <typename T>
 GPU_KERNEL gather_kernel(T* rows, int64_t rows_stride, const T* x, int64_t x_stride, const int32_t* row_token, int64_t row_token_stride, bool aligned,
                          int64_t num_rows, int64_t width) {
-  const Piece p = piece_of_thread(num_rows, width);
+  const Piece p = piece_of_thread((num_rows + kGatherRows - 1) / kGatherRows, width);
   if (p.count == 0) return;
-  store(rows + p.row * rows_stride + p.at, load(x + row_token[p.row * row_token_stride] * x_stride + p.at, p.count, aligned), p.count, aligned);
+  const int64_t first = p.row * kGatherRows;
+  const int n = num_rows - first < kGatherRows ? static_cast<int>(num_rows - first) : kGatherRows;
+  T* const to = rows + first * rows_stride + p.at;
+  if (aligned && p.count == kPiece && n == kGatherRows) {
+    using Words = Vector<uint32_t, 4>;
+    constexpr int kVectors = static_cast<int>(sizeof(Elements<T>) / sizeof(Words));
+    Words part[kGatherRows][kVectors];
+#pragma unroll
+    for (int j = 0; j < kGatherRows; ++j) {
+      const auto* const from = reinterpret_cast<const Words*>(x + row_token[(first + j) * row_token_stride] * x_stride + p.at);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) part[j][v] = from[v];
+    }
+#pragma unroll
+    for (int j = 0; j < kGatherRows; ++j)
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) store_vector(reinterpret_cast<uint32_t*>(to + j * rows_stride) + 4 * v, part[j][v]);
+    return;
+  }
+  for (int j = 0; j < n; ++j)
+    store(to + j * rows_stride, load(x + row_token[(first + j) * row_token_stride] * x_stride + p.at, p.count, aligned), p.count, aligned);
 }
 
 // 0 + rows[slot[0]] + rows[slot[1]] + ..., several rows on their way at once.
@@ -225,7 +247,7 @@ void moe_plan(Context& c, TensorView offsets, TensorView row_token, TensorView s
 void moe_gather(Context& c, TensorView rows, ConstTensorView x, ConstTensorView row_token) {
   with_dtype(x.dtype, [&](auto t) {
     using T = decltype(t);
-    launch(c, "moe_gather", grid_of_pieces(rows.rows(), x.dim(1)), gather_kernel<T>, rows.ptr<T>(), rows.row_stride, x.ptr<T>(), x.row_stride, row_token.ptr<int32_t>(),
+    launch(c, "moe_gather", grid_of_pieces(blocks_for(rows.rows(), kGatherRows), x.dim(1)), gather_kernel<T>, rows.ptr<T>(), rows.row_stride, x.ptr<T>(), x.row_stride, row_token.ptr<int32_t>(),
            row_token.row_stride, all_aligned(rows, x), rows.rows(), x.dim(1));
   });
 }

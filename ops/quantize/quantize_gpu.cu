@@ -67,7 +67,7 @@ GPU_INLINE void write_codes(uint8_t* row, int64_t at, const Elements<T>& x, int 
     Vector<uint8_t, kPiece / 2> pairs;
     for (int i = 0; i < kPiece / 2; ++i) pairs.v[i] = static_cast<uint8_t>(codes.v[2 * i] | codes.v[2 * i + 1] << 4);
     if (aligned && count == kPiece) {
-      *reinterpret_cast<Vector<uint8_t, kPiece / 2>*>(row + at / 2) = pairs;
+      store_vector(row + at / 2, pairs);
       return;
     }
 #pragma unroll

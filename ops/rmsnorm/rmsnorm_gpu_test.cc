@@ -40,6 +40,27 @@ TEST(RmsNormGpu, HasTheCpusBits) {
         }
 }
 
+// Whole vectors, rows longer than a block holds at once, and more rows than a tile of the gain's.
+TEST(RmsNormGpu, HasTheCpusBitsInLongRowsAndMany) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const Shape& shape : {Shape{5, 512}, Shape{3, 2048}, Shape{2, 7168}, Shape{2, 20008}, Shape{600, 24}}) {
+      const int64_t rows = shape[0], n = shape[1];
+      const Tensor x = random_tensor(1, dtype, shape, 3.0f), w = random_tensor(2, DType::f32, {n}), dy = random_tensor(3, DType::f32, shape), y(dtype, shape),
+                   inv(DType::f32, {rows}), dx = random_tensor(5, DType::f32, shape), dw = random_tensor(6, DType::f32, {n});
+      const TensorView gx = gpu.put(x), gw = gpu.put(w), gdy = gpu.put(dy), gy = gpu.put(y), ginv = gpu.put(inv), gdx = gpu.put(dx), gdw = gpu.put(dw);
+      rmsnorm(gpu, gy, ginv, gx, gw, 0.01f);
+      rmsnorm_backward(gpu, gdx, gdw, gdy, gx, gw, ginv, true);
+      rmsnorm(cpu, y, inv, x, w, 0.01f);
+      rmsnorm_backward(cpu, dx, dw, dy, x, w, inv, true);
+      EXPECT_EQ(count_bit_differences(gpu.get(gy), y), 0) << dtype_name(dtype) << shape.str();
+      EXPECT_EQ(count_bit_differences(gpu.get(ginv), inv), 0) << dtype_name(dtype) << shape.str();
+      EXPECT_EQ(count_bit_differences(gpu.get(gdx), dx), 0) << dtype_name(dtype) << shape.str();
+      EXPECT_EQ(count_bit_differences(gpu.get(gdw), dw), 0) << dtype_name(dtype) << shape.str();
+    }
+}
+
 TEST(RmsNormGpu, WorksInPlace) {
   CpuContext cpu;
   testing::Gpu gpu;
