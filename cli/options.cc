@@ -62,6 +62,8 @@ constexpr std::string_view kKlWords[] = {"none", "k1", "k2", "k3"};
 constexpr std::string_view kSamplerNumericsWords[] = {"same", "f32", "bf16", "fp8", "fp4"};
 constexpr std::string_view kDeviceWords[] = {"cpu", "gpu"};
 constexpr std::string_view kTisWords[] = {"none", "token", "sequence"};
+constexpr std::string_view kPartialWords[] = {"drop", "keep"};
+constexpr std::string_view kOrderWords[] = {"given", "longest"};
 constexpr std::string_view kReplayWords[] = {"none", "routing", "routing+index"};
 constexpr std::string_view kScheduleWords[] = {"constant", "cosine"};
 
@@ -190,6 +192,15 @@ const std::vector<Setting>& rows() {
       {"rollout.ahead", +FIELD(rollout.ahead), "steps", "0", 0, 1,
        "1: the next step's samples are drawn while this one's are trained on, from the weights that it began with, so they are a step old when their turn comes; "
        "for runs with parallel.rollout_ranks, where nobody waits then. train.tis corrects for it."},
+      {"rollout.over_sample", +FIELD(rollout.over_sample), "", "1.0", 1, 64,
+       "A step begins this times prompts_per_step prompts and stops when prompts_per_step groups are complete; the others go first in the next step. Nobody waits for the "
+       "longest responses then; short ones are trained earlier than long ones. For rollout.ahead = 0."},
+      {"rollout.partial", choice<FIELD(rollout.partial)>(kPartialWords), "", "keep", 0, 0,
+       "What becomes of the samples of groups that were not complete: keep goes on from their tokens under the next weights, so that a sample may be of several versions, for which "
+       "train.tis corrects; drop draws them anew."},
+      {"rollout.order", choice<FIELD(rollout.order)>(kOrderWords), "", "given", 0, 0,
+       "Which prompts of a step the engine begins with: longest takes those first whose longest response so far was longest, unseen ones before all. No sample changes; "
+       "a step takes fewer forwards where lengths differ much."},
       {"rollout.numerics", choice<FIELD(model.sampler)>(kSamplerNumericsWords), "", "same", 0, 0,
        "Arithmetic of the sampler alone; same is model.numerics, whose log-probs the trainer then must meet bit for bit. fp8 or fp4 beside a trainer in bf16 "
        "samples with quantised weights, made anew from the masters after each step: the gap is measured, and train.tis and train.replay answer it."},
@@ -731,11 +742,13 @@ Status check_train_config(const ResolvedConfig& config) {
     return setting_error(config, "train.overlong_buffer",
                          fmt::format("it must fit into rollout.max_new_tokens = {}", c.rollout.max_new_tokens));
   }
+  if (c.rollout.over_sample > 1 && c.rollout.ahead > 0)
+    return setting_error(config, "rollout.over_sample", "a batch drawn ahead (rollout.ahead = 1) is drawn to the end; use 1 here, or rollout.ahead = 0");
   const int64_t samples = c.rollout.prompts_per_step * c.rollout.samples_per_prompt;  // within 64 bits by their ranges
-  if (samples > kMaxStepSamples) {
+  const int64_t begun = submitted_prompts(c.rollout.prompts_per_step, c.rollout.over_sample) * c.rollout.samples_per_prompt;
+  if (begun > kMaxStepSamples) {
     return setting_error(config, "rollout.prompts_per_step",
-                         fmt::format("with {} samples each a step has {} samples, over {}", c.rollout.samples_per_prompt, samples,
-                                     kMaxStepSamples));
+                         fmt::format("with {} samples each a step has {} samples, over {}", c.rollout.samples_per_prompt, begun, kMaxStepSamples));
   }
   if (samples % c.train.steps_per_rollout != 0) {
     return setting_error(config, "train.steps_per_rollout", fmt::format("it must divide the {} samples of a step", samples));

@@ -20,6 +20,10 @@
 // more by the trainer before these change. In another pair it measures how far they are apart, old log-probs are the
 // trainer's own, and train.tis and train.replay say what is done about the rest.
 //
+// With rollout.over_sample above 1 more than P prompts are begun, the first P groups to be complete are trained, and the rest waits for the next step
+// (rl/long_tail.h). What it has said by then is of an older version: the old log-probs of such a sample are the trainer's own, and only its tokens of the
+// present version can be compared.
+//
 // Many ranks: rollout and actor each share their work and hand everything to everyone, so that the stages between see whole
 // steps on every rank, and what they compute is the same everywhere. Only rank 0 writes. Where samplers and trainers are different ranks, the stages
 // between are the trainers', and everyone meets when trajectories are handed over and at the end of the step: for its error, if it has one, and for the
@@ -68,6 +72,7 @@ class Stopwatch {
 };
 
 constexpr const char* kInFlightFile = "in_flight.jsonl";  // of a checkpoint
+constexpr const char* kLongTailFile = "long_tail.jsonl";  // likewise
 
 std::string trajectory_json(const Group& group, const Trajectory& t) {
   return JsonLine()
@@ -116,9 +121,17 @@ class Loop {
     std::vector<Completion> completions;
     std::vector<Group> groups;
     OrderCursor cursor;  // behind its prompts
+    Metrics metrics;     // of over-sampling
   };
   // Stages of a step, in order.
   Result<Batch> rollout(int64_t step);
+  Request request(const Prompt& prompt) const;
+  // What the batch is drawn for, prompts that wait first.
+  void choose_prompts(Batch& batch);
+  // The groups that are complete first stay in the batch, the others wait, with what they have said or without. `waiting`: its first prompts.
+  Status draw_first(Batch& batch, std::span<const LongTail::Waiting> waiting);
+  bool over_samples() const { return config_.rollout.over_sample > 1; }
+  Status restore_long_tail(const std::string& text);
   // Completions of all requests of the batch, drawn now or finished by an earlier start of this run; `have` are there already.
   Result<std::vector<Completion>> draw(const Batch& batch, std::vector<Completion> have);  // by the samplers
   // The next step's batch, once a step. Samplers draw it at the step's begin; trainers get it when they have no more use for the time.
@@ -131,11 +144,15 @@ class Loop {
   Status advantage(std::vector<Group>& groups);
   Status train(std::vector<Group>& groups, Metrics& metrics);
   // The promise: what the trainer's forward saw is what the sampler recorded, or the run stops with a diagnosis.
-  // `lags`: those of samples that other weights drew are left out.
-  Status compare(int64_t step, std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen, std::span<const int64_t> lags);
+  // masks[i] are the tokens of samples[i] that the weights of the comparison drew; none: all.
+  Status compare(int64_t step, std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen, std::span<const std::vector<uint8_t>> masks);
   // For training under the weights as they are, without advantage and old log-probs.
   TrainSample train_sample(const Trajectory& t) const;
   int64_t lag(const Trajectory& t) const { return policy_->trained_version() - *std::min_element(t.versions.begin(), t.versions.end()); }
+  // What is verified, or measured, depends on both sides' numerics.
+  uint64_t numerics_sum() const {
+    return checksum(fmt::format("{} {}", numerics_name(config_.model.numerics), numerics_name(config_.model.sampler_numerics())));
+  }
   // The batch drawn ahead as a file of the checkpoint.
   RolloutLog in_flight_log(const Batch& batch) const;
   // All ranks: the error of the trainers' stages. Where log-probs differ the samplers, who have the weights that drew them, say why.
@@ -183,6 +200,7 @@ class Loop {
   int64_t last_logged_step_ = -1;  // of the steps whose rollout an earlier start logged
   uint64_t weights_sum_ = 0;       // WeightsSum::share over all ranks, of the weights as they are
   LoopReport report_;
+  LongTail tail_;
   int64_t num_logged_ = 0;  // of the last batch: samples that did not have to be drawn
   int64_t equal_steps_ = 0;      // in a row, up to now, in which all rewards were equal
   Stopwatch since_waits_;
@@ -304,6 +322,18 @@ Status Loop::open_directory(bool resume) {
     }));
     peers_.tell(&in_flight_, "batch in flight");
   }
+  if (const std::string file = opened.value().checkpoint + "/" + kLongTailFile; !opened.value().checkpoint.empty()) {
+    std::string text;
+    LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("long tail", [&] {
+      std::error_code error;
+      if (!std::filesystem::exists(file, error)) return Status::ok();
+      Result<std::string> read = read_file(file);
+      if (read) text = read.take();
+      return read.status();
+    }));
+    peers_.tell(&text, "long tail");
+    if (const Status s = restore_long_tail(text); !s) return errorf("{}: {}", file, s.message());
+  }
   LOCKSTEP_RETURN_IF_ERROR(peers_.by_first("run directory", [&] {
     LOCKSTEP_RETURN_IF_ERROR(make_directories(dir_->path() + "/evals"));
     // Times are kept apart from metrics.jsonl, whose bytes do not depend on the machine.
@@ -325,44 +355,146 @@ std::vector<float> Loop::take_waits() {
   return all;
 }
 
-Result<Loop::Batch> Loop::rollout(int64_t step) {
+Request Loop::request(const Prompt& prompt) const {
   const RolloutOptions& o = config_.rollout;
-  Batch batch{.step = step, .requests = {}, .completions = {}, .groups = {}, .cursor = {}};
-  std::vector<Group>& groups = batch.groups;
-  for (int64_t p = 0; p < o.prompts_per_step; ++p) {
-    groups.push_back({.prompt = task_->next(), .trajectories = {}});
-    Request r;
-    r.prompt_id = static_cast<uint64_t>(groups.back().prompt.id);
-    r.prompt = groups.back().prompt.tokens;
-    r.num_samples = static_cast<int32_t>(o.samples_per_prompt);
-    r.seed = static_cast<uint64_t>(config_.run.seed);
-    r.sampling.temperature = o.temperature;
-    r.sampling.max_new_tokens = o.max_new_tokens;
-    r.sampling.stop_ids = {policy_->tokenizer().eos_id()};
-    r.record = config_.train.replay;
-    batch.requests.push_back(std::move(r));
+  Request r;
+  r.prompt_id = static_cast<uint64_t>(prompt.id);
+  r.prompt = prompt.tokens;
+  r.num_samples = static_cast<int32_t>(o.samples_per_prompt);
+  r.seed = static_cast<uint64_t>(config_.run.seed);
+  r.sampling.temperature = o.temperature;
+  r.sampling.max_new_tokens = o.max_new_tokens;
+  r.sampling.stop_ids = {policy_->tokenizer().eos_id()};
+  r.record = config_.train.replay;
+  if (o.order == RolloutOrder::longest) {
+    const auto longest = tail_.longest.find(prompt.row);
+    r.expected_tokens = longest != tail_.longest.end() ? longest->second : o.max_new_tokens;
+  }
+  return r;
+}
+
+Status Loop::restore_long_tail(const std::string& text) {
+  Result<LongTailRows> rows = read_long_tail_rows(text);
+  if (!rows) return rows.status();
+  if (const size_t n = rows.value().waiting.size(); n > 0 && config_.rollout.ahead > 0)
+    return errorf("{} prompts wait there for a step of rollout.over_sample, which rollout.ahead = 1 does not know; set rollout.ahead = 0", n);
+  tail_.longest = std::move(rows.value().longest);
+  std::vector<Request> requests;
+  for (const auto& [id, row] : rows.value().waiting) {
+    if (row < 0 || row >= task_->num_prompts()) return errorf("a prompt of row {}, where the data has {}; resume from an earlier checkpoint", row, task_->num_prompts());
+    tail_.waiting.push_back({.prompt = task_->again(row, id), .samples = {}});
+    requests.push_back(request(tail_.waiting.back().prompt));
+  }
+  if (config_.rollout.partial == PartialKind::drop) return Status::ok();
+  size_t at = 0;
+  for (Completion& c : read_long_tail_samples(text, requests, numerics_sum())) {
+    while (tail_.waiting[at].prompt.id != static_cast<int64_t>(c.prompt_id)) ++at;
+    tail_.waiting[at].samples.push_back(std::move(c));
+  }
+  return Status::ok();
+}
+
+void Loop::choose_prompts(Batch& batch) {
+  const int64_t submitted = submitted_prompts(config_.rollout.prompts_per_step, config_.rollout.over_sample);
+  for (const LongTail::Waiting& w : tail_.waiting)
+    if (std::ssize(batch.groups) < submitted) batch.groups.push_back({.prompt = w.prompt, .trajectories = {}});
+  while (std::ssize(batch.groups) < submitted) batch.groups.push_back({.prompt = task_->next(), .trajectories = {}});
+  for (const Group& g : batch.groups) {
+    batch.requests.push_back(request(g.prompt));
+    const bool waited = std::ssize(batch.requests) <= std::ssize(tail_.waiting);
+    if (waited && config_.rollout.order == RolloutOrder::longest) batch.requests.back().expected_tokens = config_.rollout.max_new_tokens;
   }
   batch.cursor = task_->cursor();
+}
+
+Status Loop::draw_first(Batch& batch, std::span<const LongTail::Waiting> waiting) {
+  const RolloutOptions& o = config_.rollout;
   std::vector<Completion> have;
-  if (!in_flight_.empty()) {
-    have = in_flight_log(batch).read_text(in_flight_).completions;
-    in_flight_.clear();
-    hooks_.say(fmt::format("{} samples of step {}, drawn ahead, taken from the checkpoint", have.size(), step));
+  std::vector<Request> requests;
+  std::set<uint64_t> chosen;
+  int64_t continued = 0;
+  for (size_t i = 0; i < batch.requests.size(); ++i) {
+    const std::span<const Completion> samples = i < waiting.size() ? std::span(waiting[i].samples) : std::span<const Completion>();
+    for (const Completion& c : samples) (c.reason == FinishReason::abort ? void(++continued) : have.push_back(c));
+    const std::vector<Request> rest = continued_requests(batch.requests[i], samples);
+    if (rest.empty() && std::ssize(chosen) < o.prompts_per_step) chosen.insert(batch.requests[i].prompt_id);
+    requests.insert(requests.end(), rest.begin(), rest.end());
   }
-  std::set<std::pair<uint64_t, int32_t>> older;  // than the weights as they are
-  for (const Completion& c : have) older.emplace(c.prompt_id, c.sample_idx);
-  Result<std::vector<Completion>> completions = peers_.share(peers_.samples() ? draw(batch, std::move(have)) : std::vector<Completion>());
-  if (!completions) return completions.status();
-  batch.completions = completions.take();
-  if (peers_.apart()) peers_.group()->broadcast(std::span(&num_logged_, 1), peers_.first_sampler(), "rollout");
+  const int64_t missing = o.prompts_per_step - std::ssize(chosen);
+  Result<Peers::FirstGroups> drawn =
+      peers_.run_first(policy_->own_engine(), policy_->context(), requests, missing, hooks_, label(batch.step, "rollout"));
+  if (!drawn) return drawn.status();
+  for (const int64_t id : drawn.value().complete) chosen.insert(static_cast<uint64_t>(id));
+  std::vector<Completion> all = std::move(drawn.value().completions);
+  all.insert(all.end(), std::make_move_iterator(have.begin()), std::make_move_iterator(have.end()));
+  std::sort(all.begin(), all.end(), [](const Completion& a, const Completion& b) { return std::pair(a.prompt_id, a.sample_idx) < std::pair(b.prompt_id, b.sample_idx); });
+
+  std::vector<Group> groups = std::exchange(batch.groups, {});
+  std::vector<LongTail::Waiting> still;
+  int64_t left_tokens = 0;
+  auto at = all.begin();
+  for (Group& g : groups) {
+    const auto first = at;
+    while (at != all.end() && at->prompt_id == static_cast<uint64_t>(g.prompt.id)) ++at;
+    if (chosen.contains(static_cast<uint64_t>(g.prompt.id))) {
+      batch.completions.insert(batch.completions.end(), std::make_move_iterator(first), std::make_move_iterator(at));
+      batch.groups.push_back(std::move(g));
+      continue;
+    }
+    still.push_back({.prompt = std::move(g.prompt), .samples = {}});
+    for (auto c = first; c != at; ++c) {
+      left_tokens += std::ssize(c->tokens);
+      if (o.partial == PartialKind::drop || c->tokens.empty()) continue;
+      if (c->reason == FinishReason::abort) c->choices = {};  // the rows are run again
+      still.back().samples.push_back(std::move(*c));
+    }
+  }
+  tail_.waiting.insert(tail_.waiting.begin(), std::make_move_iterator(still.begin()), std::make_move_iterator(still.end()));
+  batch.metrics.emplace_back("rollout/over_sample/prompts", static_cast<double>(groups.size()));
+  batch.metrics.emplace_back("rollout/over_sample/continued_samples", static_cast<double>(continued));
+  batch.metrics.emplace_back(o.partial == PartialKind::keep ? "rollout/over_sample/kept_tokens" : "rollout/over_sample/dropped_tokens",
+                             static_cast<double>(left_tokens));
+  return Status::ok();
+}
+
+Result<Loop::Batch> Loop::rollout(int64_t step) {
+  const RolloutOptions& o = config_.rollout;
+  Batch batch{.step = step, .requests = {}, .completions = {}, .groups = {}, .cursor = {}, .metrics = {}};
+  choose_prompts(batch);
+  const auto first_left = tail_.waiting.begin() + std::min(std::ssize(tail_.waiting), std::ssize(batch.groups));
+  const std::vector<LongTail::Waiting> waiting(std::make_move_iterator(tail_.waiting.begin()), std::make_move_iterator(first_left));
+  tail_.waiting.erase(tail_.waiting.begin(), first_left);
+  std::set<std::pair<uint64_t, int32_t>> older;  // than the weights as they are, in part
+  if (over_samples() || std::any_of(waiting.begin(), waiting.end(), [](const LongTail::Waiting& w) { return !w.samples.empty(); })) {
+    for (const LongTail::Waiting& w : waiting)
+      for (const Completion& c : w.samples) older.emplace(c.prompt_id, c.sample_idx);
+    LOCKSTEP_RETURN_IF_ERROR(draw_first(batch, waiting));
+    num_logged_ = 0;
+  } else {
+    std::vector<Completion> have;
+    if (!in_flight_.empty()) {
+      have = in_flight_log(batch).read_text(in_flight_).completions;
+      in_flight_.clear();
+      hooks_.say(fmt::format("{} samples of step {}, drawn ahead, taken from the checkpoint", have.size(), step));
+    }
+    for (const Completion& c : have) older.emplace(c.prompt_id, c.sample_idx);
+    Result<std::vector<Completion>> completions = peers_.share(peers_.samples() ? draw(batch, std::move(have)) : std::vector<Completion>());
+    if (!completions) return completions.status();
+    batch.completions = completions.take();
+    if (peers_.apart()) peers_.group()->broadcast(std::span(&num_logged_, 1), peers_.first_sampler(), "rollout");
+  }
   report_.samples_logged += num_logged_;
   report_.samples_drawn += static_cast<int64_t>(batch.completions.size()) - num_logged_;
   for (size_t i = 0; i < batch.completions.size(); ++i) {
     const Completion& c = batch.completions[i];
-    Group& g = groups[i / static_cast<size_t>(o.samples_per_prompt)];
+    Group& g = batch.groups[i / static_cast<size_t>(o.samples_per_prompt)];
     g.trajectories.push_back(make_trajectory(g.prompt, c, o.samples_per_prompt, policy_->tokenizer(), policy_->config().vocab_size));
     const Trajectory& t = g.trajectories.back();
     report_.rollout_tokens += t.response_length();
+    if (o.order == RolloutOrder::longest) {
+      int64_t& longest = tail_.longest[g.prompt.row];
+      longest = std::max(longest, t.response_length());
+    }
     if (!t.usable()) log_warn("sample {} is {} and not trained: {}", t.index, trajectory_status_name(t.status), t.failure);
     if (older.contains({c.prompt_id, c.sample_idx})) continue;
     for (const int32_t v : t.versions) {
@@ -374,9 +506,7 @@ Result<Loop::Batch> Loop::rollout(int64_t step) {
 }
 
 RolloutLog Loop::in_flight_log(const Batch& batch) const {
-  // What is verified, or measured, depends on both sides' numerics.
-  const std::string numerics = fmt::format("{} {}", numerics_name(config_.model.numerics), numerics_name(config_.model.sampler_numerics()));
-  return RolloutLog("", batch.step, checksum(numerics), batch.requests, 0);
+  return RolloutLog("", batch.step, numerics_sum(), batch.requests, 0);
 }
 
 Result<std::vector<Completion>> Loop::draw(const Batch& batch, std::vector<Completion> have) {
@@ -545,12 +675,19 @@ TrainSample Loop::train_sample(const Trajectory& t) const {
 Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   const TrainOptions& o = config_.train;
   std::vector<TrainSample> samples;
+  const int64_t now = policy_->trained_version();
   std::vector<int64_t> lags;
+  std::vector<std::span<const int32_t>> versions;
+  std::vector<std::vector<uint8_t>> current;  // masks: the tokens that the weights as they are have drawn
   for (Group& g : groups) {
     for (Trajectory& t : g.trajectories) {
       if (!t.usable()) continue;
       samples.push_back(train_sample(t));
       lags.push_back(lag(t));
+      versions.push_back(t.versions);
+      current.push_back(t.mask);
+      for (size_t i = 0; i < t.versions.size(); ++i)
+        if (t.versions[i] != now) current.back()[i] = 0;
       // The trainer's own, bit for bit: compare() below says so or the run stops. Of weights that have changed since, the trainer computes its own.
       if (config_.model.exact() && lags.back() == 0) samples.back().old_logprob = t.logprobs;
       report_.train_tokens += static_cast<int64_t>(t.tokens.size());
@@ -573,7 +710,7 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   const std::span<TrainSample> later = std::span(samples).subspan(share(1));
   if (!later.empty()) {
     old = policy_->actor().logprobs(later);
-    LOCKSTEP_RETURN_IF_ERROR(compare(state_.step + 1, later, old, std::span(lags).subspan(share(1))));
+    LOCKSTEP_RETURN_IF_ERROR(compare(state_.step + 1, later, old, std::span(current).subspan(share(1))));
     for (size_t i = 0; i < later.size(); ++i)
       if (later[i].old_logprob.empty()) later[i].old_logprob = old[i].logprob;
   }
@@ -585,7 +722,7 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
     std::vector<TokenLogprobs> seen;
     std::function<Status()> accept;  // before the weights change, so that a diagnosis runs under those that drew the samples
     if (k == 0) accept = [&] {
-      LOCKSTEP_RETURN_IF_ERROR(compare(state_.step + 1, part, seen, std::span(lags).first(part.size())));
+      LOCKSTEP_RETURN_IF_ERROR(compare(state_.step + 1, part, seen, std::span(current).first(part.size())));
       return rescore_ahead();
     };
     Result<StepMetrics> step = policy_->actor().step(part, o.loss, k == 0 ? &seen : nullptr, accept);
@@ -603,8 +740,13 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   for (size_t i = 0; i < samples.size(); ++i) {
     drift.push_back({.index = samples[i].index, .rollout = samples[i].rollout_logprob, .old = old[i].logprob, .mask = samples[i].mask});
     gaps.push_back(drift.back());
-    // Under the weights that drew them, an exact pair's trainer has computed the sampler's, or the run would have stopped.
-    if (config_.model.exact() && lags[i] > 0) gaps.back().old = samples[i].rollout_logprob;
+    // Under the weights that drew them, an exact pair's trainer has computed the sampler's of a batch drawn ahead, or the run would have stopped. Those of a
+    // sample that was continued it has not.
+    if (config_.rollout.ahead == 0) {
+      gaps.back().mask = current[i];
+    } else if (config_.model.exact() && lags[i] > 0) {
+      gaps.back().old = samples[i].rollout_logprob;
+    }
     for (size_t t = 0; t < samples[i].mask.size(); ++t) {
       if (samples[i].mask[t] == 0) continue;
       logprob_sum += old[i].logprob[t];
@@ -617,7 +759,7 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
     metrics.emplace_back("rollout/entropy", entropy_sum / count);
   }
   add_gap_metrics(metrics, gaps);
-  if (config_.rollout.ahead > 0) add_staleness_metrics(metrics, drift, lags);
+  if (config_.rollout.ahead > 0 || over_samples()) add_staleness_metrics(metrics, drift, versions, now);
   if (!config_.model.exact()) {
     add_gap_deciles(metrics, gaps);
     report_.compared_tokens += static_cast<int64_t>(count);
@@ -626,14 +768,17 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   return Status::ok();
 }
 
-Status Loop::compare(int64_t step, std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen, std::span<const int64_t> lags) {
+Status Loop::compare(int64_t step, std::span<const TrainSample> samples, std::span<const TokenLogprobs> seen, std::span<const std::vector<uint8_t>> masks) {
   if (!config_.model.exact()) return Status::ok();
-  if (std::any_of(lags.begin(), lags.end(), [](int64_t l) { return l > 0; })) {
+  bool all = true;
+  for (size_t i = 0; i < masks.size(); ++i) all = all && masks[i] == samples[i].mask;
+  if (!all) {
     std::vector<TrainSample> fresh;
     std::vector<TokenLogprobs> fresh_seen;
-    for (size_t i = 0; i < lags.size(); ++i) {
-      if (lags[i] > 0) continue;
+    for (size_t i = 0; i < masks.size(); ++i) {
+      if (std::none_of(masks[i].begin(), masks[i].end(), [](uint8_t m) { return m != 0; })) continue;
       fresh.push_back(samples[i]);
+      fresh.back().mask = masks[i];
       fresh_seen.push_back(seen[i]);
     }
     return compare(step, fresh, fresh_seen, {});
@@ -742,7 +887,13 @@ Status Loop::save() {
       dir_.get(), peers_,
       [&](const std::string& directory) {
         LOCKSTEP_RETURN_IF_ERROR(policy_->save(directory));
-        if (!ahead_ || !peers_.first()) return Status::ok();
+        if (!peers_.first()) return Status::ok();
+        if (!tail_.waiting.empty() || !tail_.longest.empty()) {
+          std::vector<Request> requests;
+          for (const LongTail::Waiting& w : tail_.waiting) requests.push_back(request(w.prompt));
+          LOCKSTEP_RETURN_IF_ERROR(atomic_write(directory + "/" + kLongTailFile, long_tail_text(tail_, requests, numerics_sum())));
+        }
+        if (!ahead_) return Status::ok();
         return atomic_write(directory + "/" + kInFlightFile, in_flight_log(*ahead_).text(ahead_->completions));
       },
       state_, config_.resolved, config_.run.keep_checkpoints));
@@ -759,6 +910,7 @@ Status Loop::run() {
     Stopwatch watch;
     StepTimes times;
     const ActorTimes actor_before = actor_times();
+    const int64_t steps_before = policy_->own_engine() != nullptr ? policy_->own_engine()->stats().steps : 0;
     const int64_t rollout_before = report_.rollout_tokens, train_before = report_.train_tokens;
 
     Result<Batch> made = ahead_ ? std::move(*ahead_) : rollout(state_.step + 1);
@@ -773,6 +925,7 @@ Status Loop::run() {
     Metrics metrics;
     Status learnt = fetch_status_;
     if (learnt && peers_.trains()) learnt = learn(batch.groups, metrics, times);
+    metrics.insert(metrics.end(), batch.metrics.begin(), batch.metrics.end());
     LOCKSTEP_RETURN_IF_ERROR(fetch_ahead());
     LOCKSTEP_RETURN_IF_ERROR(meet(learnt, batch));
     if (const Status same = same_weights(); !same) return errorf("step {}: {}", state_.step + 1, same.message());
@@ -815,6 +968,7 @@ Status Loop::run() {
         .add("perf/optimizer_time", actor_now.optimizer - actor_before.optimizer)
         .add("perf/rollout_tok_per_s", rollout_rate)
         .add("perf/actor_train_tok_per_s", train_rate);
+    if (policy_->own_engine() != nullptr) timing.add("perf/rollout_engine_steps", policy_->own_engine()->stats().steps - steps_before);
     if (receipt.value() && receipt.value()->delta) timing.add("perf/update_weights_density", receipt.value()->density());
     if (!waits.empty()) {
       std::vector<float> shares;

@@ -14,6 +14,7 @@
 #include "parallel/collective.h"
 #include "rl/evaluate.h"
 #include "rl/hooks.h"
+#include "rl/long_tail.h"
 #include "rl/policy.h"
 #include "rl/task.h"
 #include "train/types.h"
@@ -42,6 +43,9 @@ struct RolloutOptions {
   int64_t max_running = 64;
   int64_t max_batch_tokens = 1024;
   int64_t ahead = 0;  // steps that the sampler is ahead of the trainer: 0 or 1
+  float over_sample = 1;
+  PartialKind partial = PartialKind::keep;
+  RolloutOrder order = RolloutOrder::given;
 };
 
 // rl spec 7.

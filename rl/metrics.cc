@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <limits>
 #include <map>
 #include <set>
@@ -137,12 +138,23 @@ void add_gap_deciles(Metrics& metrics, std::span<const GapSample> samples) {
     if (deciles[i]) metrics.emplace_back(fmt::format("gap/decile_{}/logprob_abs_diff_tok", i), *deciles[i]);
 }
 
-void add_staleness_metrics(Metrics& metrics, std::span<const GapSample> samples, std::span<const int64_t> lags) {
+void add_staleness_metrics(Metrics& metrics, std::span<const GapSample> samples, std::span<const std::span<const int32_t>> versions, int64_t now) {
   std::map<int64_t, std::vector<GapSample>> by_lag;
+  std::deque<std::vector<uint8_t>> masks;  // of samples that several versions drew
   double sum = 0;
   for (size_t i = 0; i < samples.size(); ++i) {
-    by_lag[lags[i]].push_back(samples[i]);
-    sum += static_cast<double>(lags[i]);
+    const std::set<int32_t> of_sample(versions[i].begin(), versions[i].end());
+    sum += static_cast<double>(now - *of_sample.begin());
+    for (const int32_t version : of_sample) {
+      GapSample part = samples[i];
+      if (of_sample.size() > 1) {
+        std::vector<uint8_t>& mask = masks.emplace_back(part.mask.begin(), part.mask.end());
+        for (size_t t = 0; t < mask.size(); ++t)
+          if (versions[i][t] != version) mask[t] = 0;
+        part.mask = mask;
+      }
+      by_lag[now - version].push_back(part);
+    }
   }
   if (by_lag.empty()) return;
   metrics.emplace_back("staleness/lag/mean", sum / static_cast<double>(samples.size()));

@@ -23,9 +23,9 @@ void add_rollout_metrics(Metrics& metrics, std::span<const Group> groups);
 void add_gap_metrics(Metrics& metrics, std::span<const GapSample> samples);
 void add_gap_deciles(Metrics& metrics, std::span<const GapSample> samples);  // gap/decile_0 to 9: tenths of responses
 
-// How old the samples were when they were trained: `lags`, versions between the weights that drew a sample and the trainer's own, and how far the trainer's
-// log-probs have moved from the sampler's since, for each lag.
-void add_staleness_metrics(Metrics& metrics, std::span<const GapSample> samples, std::span<const int64_t> lags);
+// How old the samples were when they were trained by version `now`: of a sample the versions since its oldest token, and for each lag of tokens how far the
+// trainer's log-probs have moved from the sampler's since. versions[i] are those of the tokens of samples[i].
+void add_staleness_metrics(Metrics& metrics, std::span<const GapSample> samples, std::span<const std::span<const int32_t>> versions, int64_t now);
 
 double find_metric(const Metrics& metrics, const std::string& name);  // NaN when absent
 // One line of metrics.jsonl.

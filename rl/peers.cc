@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <map>
 #include <numeric>
 #include <sstream>
 #include <thread>
@@ -159,9 +160,60 @@ Result<std::vector<Completion>> Peers::run(Engine* engine, Context& c, std::span
   LOCKSTEP_RETURN_IF_ERROR(agree(submit_requests(*engine, share), "rollout"));
   Result<std::vector<Completion>> mine = finish_requests(*engine, share, hooks, label, leads_engine() ? on_finished : OnFinished());
   LOCKSTEP_RETURN_IF_ERROR(agree(mine.status(), "rollout"));
+  return gather(c, mine.value());
+}
 
+Result<Peers::FirstGroups> Peers::run_first(Engine* engine, Context& c, std::span<const Request> requests, int64_t groups, const Hooks& hooks,
+                                            const std::string& label) const {
+  FirstGroups first;
+  if (apart()) {
+    Result<FirstGroups> drawn = samples() ? side().run_first(engine, c, requests, groups, hooks, label) : FirstGroups();
+    LOCKSTEP_RETURN_IF_ERROR(told(drawn.status(), "rollout", first_sampler()));
+    first = drawn.take();
+    broadcast(first.completions, "completions", first_sampler());
+    first.complete.resize(static_cast<size_t>(groups));
+    group_->broadcast(std::span(first.complete), first_sampler(), "first groups");
+    return first;
+  }
+  std::map<int64_t, size_t> place;  // by prompt id, in order of it
+  for (const Request& r : requests) place.emplace(static_cast<int64_t>(r.prompt_id), place.size());
+  CHECK(groups <= static_cast<int64_t>(place.size()), "{} of {} prompts", groups, place.size());
+  std::vector<int64_t> missing(place.size()), mine(place.size()), all(place.size() * static_cast<size_t>(size()));
+  for (const Request& r : requests) missing[place[static_cast<int64_t>(r.prompt_id)]] += r.num_samples;
+
+  const std::vector<Request> share = alone() ? std::vector(requests.begin(), requests.end()) : samples_of(requests, num_engines(), engine_of(rank()));
+  LOCKSTEP_RETURN_IF_ERROR(agree(submit_requests(*engine, share), "rollout"));
+  const auto enough = [&](std::span<const Completion> finished) {
+    std::fill(mine.begin(), mine.end(), 0);
+    if (leads_engine())
+      for (const Completion& done : finished) ++mine[place[static_cast<int64_t>(done.prompt_id)]];
+    std::span<const int64_t> counts = mine;
+    if (!alone()) {
+      group_->all_gather(std::span(all), counts, "first groups");
+      counts = all;
+    }
+    std::vector<int64_t> now(place.size());
+    for (size_t i = 0; i < counts.size(); ++i) now[i % place.size()] += counts[i];
+    for (const auto& [id, i] : place) {
+      missing[i] -= now[i];
+      if (now[i] > 0 && missing[i] == 0 && std::ssize(first.complete) < groups) first.complete.push_back(id);
+    }
+    return std::ssize(first.complete) == groups;
+  };
+  const std::vector<Completion> drawn = finish_until(*engine, share, hooks, label, enough);
+  if (alone()) {
+    first.completions = drawn;
+    return first;
+  }
+  Result<std::vector<Completion>> everyones = gather(c, drawn);
+  if (!everyones) return everyones.status();
+  first.completions = everyones.take();
+  return first;
+}
+
+Result<std::vector<Completion>> Peers::gather(Context& c, std::span<const Completion> mine) const {
   std::vector<int32_t> words;
-  for (const Completion& done : mine.value()) append_words(words, done);
+  for (const Completion& done : mine) append_words(words, done);
   // The ranks of one engine have the same words; the first of them gives them away.
   LOCKSTEP_RETURN_IF_ERROR(same(XXH64(words.data(), words.size() * sizeof(int32_t), 0), "completions", engine_of(rank())));
   if (!leads_engine()) words.clear();

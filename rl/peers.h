@@ -69,6 +69,15 @@ class Peers {
   // `engine` is null where this rank does not sample.
   Result<std::vector<Completion>> run(Engine* engine, Context& c, std::span<const Request> requests, const Hooks& hooks,
                                       const std::string& label, const OnFinished& on_finished = {}) const;
+  // The same until `groups` prompts have all their samples of `requests`; the rest ends as aborted, with the tokens that it has. Engines go in step and agree
+  // before each, so that who is first follows from the requests, the layout and the engines' options, never from a clock. `complete`: these prompts, by step,
+  // then id.
+  struct FirstGroups {
+    std::vector<Completion> completions;
+    std::vector<int64_t> complete;
+  };
+  Result<FirstGroups> run_first(Engine* engine, Context& c, std::span<const Request> requests, int64_t groups, const Hooks& hooks,
+                                const std::string& label) const;
   // What the samplers have drawn together, or their error, to everyone. `drawn` says nothing on other ranks.
   Result<std::vector<Completion>> share(Result<std::vector<Completion>> drawn) const;
   // Of the ranks that are one engine, and so have the same completions, the first.
@@ -79,6 +88,8 @@ class Peers {
   void broadcast(std::vector<Completion>& completions, const char* what, int from = 0) const;
 
  private:
+  // Every engine's completions, to all its peers.
+  Result<std::vector<Completion>> gather(Context& c, std::span<const Completion> mine) const;
   int num_engines() const { return groups_ == nullptr ? size() : groups_->layouts.rollout.dp; }
   int engine_of(int rank) const { return groups_ == nullptr ? rank : Grid(groups_->layouts.rollout).coordinates(rank - first_sampler()).dp; }
   RankWorld* world_ = nullptr;

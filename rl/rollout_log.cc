@@ -108,6 +108,8 @@ std::optional<std::pair<Completion, std::string>> parse_completion(const JsonVal
     c.reason = FinishReason::stop;
   } else if (reason->text == finish_reason_name(FinishReason::length)) {
     c.reason = FinishReason::length;
+  } else if (reason->text == finish_reason_name(FinishReason::abort)) {
+    c.reason = FinishReason::abort;
   } else {
     return std::nullopt;
   }
@@ -149,24 +151,24 @@ Result<LoggedRollout> RolloutLog::read() const {
   for (const std::string& path : paths) {
     Result<std::string> text = read_file(path);
     if (!text) return text.status();
-    take(text.value(), found);
+    take(text.value(), false, found);
   }
   keep_one_each(found.completions);
   return found;
 }
 
-LoggedRollout RolloutLog::read_text(std::string_view text) const {
+LoggedRollout RolloutLog::read_text(std::string_view text, bool unfinished) const {
   LoggedRollout found;
-  take(text, found);
+  take(text, unfinished, found);
   keep_one_each(found.completions);
   return found;
 }
 
-void RolloutLog::take(std::string_view text, LoggedRollout& found) const {
+void RolloutLog::take(std::string_view text, bool unfinished, LoggedRollout& found) const {
   for_each_checked_line(text, [&](const JsonValue* object) {
     if (object != nullptr && object->find("key") == nullptr) return;  // a header
     auto parsed = object != nullptr ? parse_completion(*object) : std::nullopt;
-    if (!parsed) {
+    if (!parsed || (parsed->first.reason == FinishReason::abort && !unfinished)) {
       ++found.damaged_lines;
       return;
     }
@@ -181,10 +183,10 @@ void RolloutLog::take(std::string_view text, LoggedRollout& found) const {
   });
 }
 
-std::string RolloutLog::text(std::span<const Completion> finished) const {
+std::string RolloutLog::text(std::span<const Completion> finished, bool unfinished) const {
   std::string text;
   for (const Completion& c : finished) {
-    if (c.reason == FinishReason::abort) continue;
+    if (c.reason == FinishReason::abort && (!unfinished || c.tokens.empty())) continue;
     const auto wanted = requests_.find(c.prompt_id);
     CHECK(wanted != requests_.end(), "prompt {} is not of this step", c.prompt_id);
     text += checked_line(completion_line(wanted->second.key, c)) + "\n";

@@ -40,15 +40,15 @@ class RolloutLog {
   // What any ranks of this or an earlier start finished of the requests. Call it before any rank appends. None if there is no directory.
   Result<LoggedRollout> read() const;
 
-  // The same of a text of such lines, and what append() writes of completions.
-  LoggedRollout read_text(std::string_view text) const;
-  std::string text(std::span<const Completion> finished) const;
+  // The same of a text of such lines, and what append() writes of completions. With `unfinished` aborted ones, too, that have a token.
+  LoggedRollout read_text(std::string_view text, bool unfinished = false) const;
+  std::string text(std::span<const Completion> finished, bool unfinished = false) const;
 
   // Adds lines to this rank's file with one write; aborted completions are left out. After an error nothing of the batch stays behind.
   Status append(std::span<const Completion> finished);
 
  private:
-  void take(std::string_view text, LoggedRollout& found) const;
+  void take(std::string_view text, bool unfinished, LoggedRollout& found) const;
 
   std::string directory_, path_;
   std::string header_;

@@ -46,6 +46,30 @@ Result<std::vector<Completion>> finish_requests(Engine& engine, std::span<const 
   return done;
 }
 
+std::vector<Completion> finish_until(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label,
+                                     const std::function<bool(std::span<const Completion>)>& enough) {
+  int64_t expected = 0;
+  for (const Request& r : requests) expected += r.num_samples;
+  std::vector<Completion> done, finished;
+  const int64_t tokens_before = engine.stats().decode_tokens;
+  const auto collect = [&] {
+    finished = engine.take_finished();
+    done.insert(done.end(), finished.begin(), finished.end());
+  };
+  while (!enough(finished)) {
+    engine.step();
+    collect();
+    hooks.report(label, static_cast<int64_t>(done.size()), expected, static_cast<double>(engine.stats().decode_tokens - tokens_before), "tokens");
+  }
+  engine.abort_all();
+  collect();
+  CHECK(static_cast<int64_t>(done.size()) == expected, "{} completions of {} samples", done.size(), expected);
+  std::sort(done.begin(), done.end(), [](const Completion& a, const Completion& b) {
+    return std::tie(a.prompt_id, a.sample_idx) < std::tie(b.prompt_id, b.sample_idx);
+  });
+  return done;
+}
+
 Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks,
                                              const std::string& label, const OnFinished& on_finished) {
   LOCKSTEP_RETURN_IF_ERROR(submit_requests(engine, requests));

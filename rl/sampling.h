@@ -24,6 +24,11 @@ Status submit_requests(Engine& engine, std::span<const Request> requests);
 Result<std::vector<Completion>> finish_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label,
                                                 const OnFinished& on_finished = {});
 
+// Likewise until `enough` says so, which hears before each step what finished in the one before it; then the rest is aborted. With others, in all of
+// them at the same step. It must be enough when everything has finished.
+std::vector<Completion> finish_until(Engine& engine, std::span<const Request> requests, const Hooks& hooks, const std::string& label,
+                                     const std::function<bool(std::span<const Completion>)>& enough);
+
 // Both. Ordered by (prompt id, sample index), whatever the order of finishing was. The engine must be idle before, and is after.
 Result<std::vector<Completion>> run_requests(Engine& engine, std::span<const Request> requests, const Hooks& hooks,
                                              const std::string& label, const OnFinished& on_finished = {});

@@ -128,7 +128,11 @@ Task::Task(std::vector<Prompt> prompts, uint64_t seed)
 
 Prompt Task::next() {
   const int64_t id = order_.cursor().issued;
-  Prompt p = prompts_[static_cast<size_t>(order_.next())];
+  return again(order_.next(), id);
+}
+
+Prompt Task::again(int64_t row, int64_t id) const {
+  Prompt p = prompts_[static_cast<size_t>(row)];
   p.id = id;
   return p;
 }

@@ -59,6 +59,7 @@ class Task {
  public:
   Task(std::vector<Prompt> prompts, uint64_t seed);
   Prompt next();
+  Prompt again(int64_t row, int64_t id) const;  // that next() gave
   const OrderCursor& cursor() const { return order_.cursor(); }
   void restore(const OrderCursor& cursor) { order_.restore(cursor); }
   int64_t num_prompts() const { return order_.count(); }

@@ -185,7 +185,8 @@ void Engine::Impl::add(Request request) {
   Work work{.request = id,
             .prompt_tokens = static_cast<int64_t>(active.tokens.size()),
             .max_new_tokens = r.sampling.max_new_tokens - static_cast<int64_t>(r.log.tokens.size()),
-            .num_samples = r.num_samples};
+            .num_samples = r.num_samples,
+            .expected_tokens = r.expected_tokens};
   if (options.cache_slots > 0) work.prompt = active.tokens;
   scheduler.submit(work);
 }

@@ -6,7 +6,8 @@
 // Admission is exact: a sample starts only when a slot and all pages up to prompt + max_new_tokens are free, so a running sample
 // never waits for memory. Samples of one request share the prompt's prefill: the prompt is run once, its state is copied into the
 // other samples' slots (full pages are shared by reference count, the last partial page is copied). When not all samples of a
-// request fit at once, the prompt's state and its last hidden row are kept until they did. Order: requests first in, first out.
+// request fit at once, the prompt's state and its last hidden row are kept until they did. Order: requests first in, first out, unless
+// Request::expected_tokens says which are long; these go first.
 // After construction a step allocates nothing in the forward path. An admitted sample holds all it needs, so none is ever preempted for want of
 // memory; retract_all() preempts all on request.
 //

@@ -529,6 +529,26 @@ TEST(Engine, ALogContinuesWithTheSameBits) {
   expect_same(whole, run_all(w, o, rest));
 }
 
+TEST(Engine, WhoGoesFirstChangesNoBitAndTheLongestFirstTakesFewerSteps) {
+  World w;
+  const EngineOptions o{.max_running = 3, .max_batch_tokens = 64, .max_context = kContext};
+  std::vector<Request> requests;
+  for (uint64_t p = 0; p < 9; ++p) requests.push_back(request(50 + p, 7, 1, p == 8 ? 40 : 6));
+  const auto run = [&](int64_t* steps) {
+    EngineUnderTest e(w, o);
+    for (const Request& r : requests) EXPECT_TRUE(e->submit(r).is_ok());
+    run_to_end(e.engine);
+    *steps = e->stats().steps;
+    return collect(e->take_finished());
+  };
+  int64_t given = 0, longest = 0;
+  const Results whole = run(&given);
+  for (Request& r : requests) r.expected_tokens = r.sampling.max_new_tokens;
+  expect_same(whole, run(&longest));
+  EXPECT_EQ(longest, 40) << "the others fit beside the long one";
+  EXPECT_GT(given, longest);
+}
+
 TEST(Engine, RetractedSamplesContinueWithTheSameBitsAndUnderNewWeightsWithTheirVersion) {
   World w;
   const EngineOptions o{.max_running = 4, .max_batch_tokens = 24, .max_context = kContext, .cache_slots = 3};

@@ -27,7 +27,8 @@ void Scheduler::submit(const Work& work) {
         work.num_samples);
   CHECK(most <= pages_.num_pages(), "request {} of {} + {} tokens may need {} pages of {}, there are {}", work.request,
         work.prompt_tokens, work.max_new_tokens, most, pages_.page_tokens(), pages_.num_pages());
-  waiting_.push_back(work);
+  const auto place = std::upper_bound(waiting_.begin(), waiting_.end(), work, [](const Work& a, const Work& b) { return a.expected_tokens > b.expected_tokens; });
+  waiting_.insert(place, work);
 }
 
 // Drops snapshots until `pages` pages are free; if that cannot be, none.

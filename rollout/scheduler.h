@@ -34,6 +34,7 @@ struct Work {
   int64_t prompt_tokens = 0;
   int64_t max_new_tokens = 0;
   int32_t num_samples = 1;
+  int64_t expected_tokens = 0;  // the order of admission, see submit()
   std::span<const int32_t> prompt = {};  // its tokens, valid until it has run; empty: neither looked up in the prefix cache nor kept there
 };
 
@@ -72,6 +73,8 @@ class Scheduler {
   // `pages` outlives the scheduler, has at least max_running + 1 + cache_slots slots and is used by nobody else.
   Scheduler(Pages& pages, int64_t max_running, int64_t max_batch_tokens, int64_t cache_slots = 0);
 
+  // Waits behind all work that is expected to be as long or longer: what takes longest begins first, so that the others fill the slots beside it, and
+  // no slot stands empty while one long sample that began last goes on alone. With equal expectations, such as none: first in, first out.
   void submit(const Work& work);
   // Admits what fits and plans one forward, which the caller then runs. Unless idle() there are rows or draws. Valid until the
   // next call.

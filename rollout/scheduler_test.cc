@@ -309,6 +309,37 @@ TEST(Scheduler, FewestPagesThatAreAllowedSuffice) {
   d.expect_empty();
 }
 
+// Twelve requests of 8 tokens and one of 64 behind them, four at once.
+TEST(Scheduler, TheLongestGoFirstAndFewerStepsSuffice) {
+  constexpr int64_t kShort = 8, kLong = 64, kRequests = 13;
+  const auto length = [](int64_t request) { return request + 1 == kRequests ? kLong : kShort; };
+  const auto run = [&](bool expected, std::vector<int64_t>* begun) {
+    Pages pages(5, 200, 4, 128);
+    Scheduler scheduler(pages, 4, 100);
+    for (int64_t r = 0; r < kRequests; ++r)
+      scheduler.submit({.request = r, .prompt_tokens = 5, .max_new_tokens = kLong, .expected_tokens = expected ? length(r) : 0});
+    std::map<int64_t, int64_t> drawn;
+    int64_t steps = 0;
+    for (; !scheduler.idle(); ++steps) {
+      const Plan plan = scheduler.next();
+      for (const PlannedDraw& d : plan.draws) {
+        if (d.first) begun->push_back(d.request);
+        if (++drawn[d.request] == length(d.request)) scheduler.finish(d.slot);
+      }
+    }
+    for (int64_t r = 0; r < kRequests; ++r) EXPECT_EQ(drawn[r], length(r));
+    EXPECT_EQ(pages.free_pages(), pages.num_pages());
+    return steps;
+  };
+  std::vector<int64_t> given, longest;
+  const int64_t steps_given = run(false, &given), steps_longest = run(true, &longest);
+  EXPECT_EQ(given, (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}));
+  EXPECT_EQ(longest, (std::vector<int64_t>{12, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11})) << "among equals the first in";
+  // Given: three rounds of 8 steps, then the long one alone, whose prompt is run one step ahead. Longest: the short ones all fit beside it.
+  EXPECT_EQ(steps_longest, kLong);
+  EXPECT_GE(steps_given, 3 * kShort + kLong - 1);
+}
+
 TEST(SchedulerDeathTest, MisuseIsNamed) {
   Pages pages(3, 4, 4, 16);
   EXPECT_DEATH(Scheduler(pages, 3, 8), "need 4 slots");

@@ -38,6 +38,8 @@ struct Request {
   // the prompt, and no token of it ends the sample).
   TokenLog log = {};
   ReplayKind record = ReplayKind::none;  // choices that completions tell
+  // How long a response is thought to become. Of the requests that wait the longest goes first, among equals the first in; says nothing about what is drawn.
+  int64_t expected_tokens = 0;
 };
 
 enum class FinishReason : uint8_t { stop, length, abort };

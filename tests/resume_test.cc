@@ -6,12 +6,17 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <set>
+#include <sstream>
 
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "io/checked_line.h"
 #include "io/file.h"
+#include "io/json.h"
 #include "io/run_dir.h"
 #include "io/safetensors.h"
 #include "model/checkpoint_boxes.h"
@@ -218,6 +223,117 @@ TEST_F(Resume, KilledOneStepAheadNothingIsDrawnTwice) {
   ASSERT_TRUE(in_step.is_ok()) << in_step.message();
   EXPECT_EQ(in_step.value().max_gap, 0);
   EXPECT_NE(said.find("rollout.ahead is 0: "), std::string::npos) << said;
+}
+
+// More prompts are begun than trained; the others wait, with their tokens or without. Killed in a rollout and resumed, the run leaves the same bytes, and no
+// prompt is lost or trained twice.
+TEST_F(Resume, OverSamplingLosesNothingAndRepeats) {
+  for (const PartialKind partial : {PartialKind::drop, PartialKind::keep}) {
+    SCOPED_TRACE(partial == PartialKind::keep ? "keep" : "drop");
+    const std::string name = partial == PartialKind::keep ? "keep" : "drop";
+    LoopConfig config = loop_config(name, 9);
+    config.run.checkpoint_every = 3;
+    config.run.eval_every = 4;
+    config.rollout.over_sample = 2;
+    config.rollout.partial = partial;
+    config.rollout.order = RolloutOrder::longest;
+    config.rollout.max_running = 5;
+    config.rollout.max_new_tokens = 24;
+    config.train.steps_per_rollout = 2;
+    config.train.loss.tis = TisKind::token;
+    const int64_t prompts = config.rollout.prompts_per_step, n = config.rollout.samples_per_prompt;
+    const LoopReport straight = run(config, false);
+    EXPECT_EQ(straight.max_gap, 0);
+    EXPECT_EQ(straight.samples_drawn, 9 * prompts * n);
+
+    std::set<int64_t> trained, waiting;
+    int64_t tokens = 0, current = 0, mixed = 0;
+    for (int64_t step = 1; step <= 9; ++step) {
+      std::istringstream lines(contents(path(name + "/rollouts/" + step_name(step) + ".jsonl")));
+      std::map<int64_t, int64_t> groups;
+      for (std::string text; std::getline(lines, text);) {
+        const Result<JsonValue> line = parse_json(text);
+        ASSERT_TRUE(line.is_ok());
+        int64_t group = 0;
+        ASSERT_TRUE(line.value().find("group_index")->as_int64(&group));
+        ++groups[group];
+        std::set<int64_t> versions;
+        for (const JsonValue& v : line.value().find("weight_versions")->items) {
+          int64_t version = 0;
+          ASSERT_TRUE(v.as_int64(&version));
+          versions.insert(version);
+          ++tokens;
+          current += version == 2 * (step - 1);
+        }
+        EXPECT_LE(*versions.rbegin(), 2 * (step - 1));
+        mixed += versions.size() > 1;
+      }
+      EXPECT_EQ(std::ssize(groups), prompts) << step;
+      for (const auto& [group, samples] : groups) {
+        EXPECT_EQ(samples, n);
+        EXPECT_TRUE(trained.insert(group).second) << "prompt " << group << " twice";
+      }
+    }
+    const std::string tail = contents(path(name + "/checkpoints/step_000009/long_tail.jsonl"));
+    for_each_checked_line(tail, [&](const JsonValue* line) {
+      int64_t id = 0;
+      ASSERT_NE(line, nullptr);
+      if (line->find("key") == nullptr && line->find("prompt_id") != nullptr && line->find("prompt_id")->as_int64(&id)) waiting.insert(id);
+    });
+    EXPECT_EQ(std::ssize(waiting), prompts);
+    std::set<int64_t> issued = trained;
+    issued.insert(waiting.begin(), waiting.end());
+    EXPECT_EQ(std::ssize(issued), 10 * prompts);
+    EXPECT_EQ(*issued.rbegin(), 10 * prompts - 1) << "each prompt is trained or waits";
+    EXPECT_EQ(mixed > 0, partial == PartialKind::keep);
+    EXPECT_EQ(tail.find("\"key\"") != std::string::npos, partial == PartialKind::keep);
+    const std::string metrics = contents(path(name + "/metrics.jsonl"));
+    EXPECT_EQ(metrics.find("\"staleness/lag_2/tokens\"") != std::string::npos, partial == PartialKind::keep);
+    EXPECT_EQ(straight.compared_tokens, current) << "tokens of the trained version, of " << tokens;
+
+    LoopConfig killed = config;
+    killed.run.dir = path("killed_" + name);
+    const pid_t child = fork();
+    if (child == 0) {
+      Hooks hooks;
+      hooks.progress = [](const std::string& label, int64_t done, int64_t, double, const std::string&) {
+        if (label == "step 5/9 rollout" && done >= 3) ::kill(::getpid(), SIGKILL);
+      };
+      const Result<LoopReport> report = run_loop(killed, false, hooks);
+      _exit(1);
+    }
+    int status = 0;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+    EXPECT_EQ(run(killed, true).first_step, 3);
+    expect_same_runs(config.run.dir, killed.run.dir, 9);
+    EXPECT_TRUE(tail == contents(killed.run.dir + "/checkpoints/step_000009/long_tail.jsonl"));
+
+    // Without over-sampling the prompts that wait are trained first, and then nobody waits.
+    killed.run.steps = 10;
+    killed.rollout.over_sample = 1;
+    EXPECT_EQ(run(killed, true).max_gap, 0);
+    const std::string last = contents(killed.run.dir + "/rollouts/step_000010.jsonl");
+    for (const int64_t id : waiting) EXPECT_NE(last.find(fmt::format("\"group_index\":{},", id)), std::string::npos);
+    EXPECT_EQ(contents(killed.run.dir + "/checkpoints/step_000010/long_tail.jsonl").find("prompt_id"), std::string::npos);
+    fs::remove_all(killed.run.dir + "/checkpoints/step_000010");
+    killed.rollout.ahead = 1;
+    const Result<LoopReport> refused = run_loop(killed, true, Hooks());
+    EXPECT_NE(refused.message().find("long_tail.jsonl: 2 prompts wait there for a step of rollout.over_sample"), std::string::npos) << refused.message();
+  }
+}
+
+// Who goes first changes no byte but of the engine's own times.
+TEST_F(Resume, TheOrderOfAdmissionChangesNothing) {
+  LoopConfig config = loop_config("given", 12);
+  config.rollout.max_running = 3;
+  config.rollout.max_new_tokens = 24;
+  run(config, false);
+  config.run.dir = path("longest");
+  config.rollout.order = RolloutOrder::longest;
+  run(config, false);
+  expect_same_runs(path("given"), path("longest"), 12);
+  EXPECT_NE(contents(path("longest/checkpoints/step_000012/long_tail.jsonl")).find("\"longest\":"), std::string::npos);
 }
 
 TEST_F(Resume, BeforeTheFirstCheckpointBeginsAgain) {
