@@ -189,6 +189,7 @@ TEST(Options, SettingsThatContradictEachOther) {
   EXPECT_FALSE(error("train.steps_per_rollout=3").empty());  // of 16 * 8 samples
   EXPECT_TRUE(error("train.steps_per_rollout=4").empty());
   EXPECT_FALSE(error("train.dual_clip=0.5").empty());
+  EXPECT_TRUE(error("rollout.over_sample=1.5").empty());
   EXPECT_FALSE(error("train.kl_coef=0.1").empty());
   EXPECT_FALSE(error("train.aggregation=seq_mean_token_sum_norm").empty());
   EXPECT_FALSE(error("run.eval_every=5").empty());
@@ -200,6 +201,11 @@ TEST(Options, SettingsThatContradictEachOther) {
   ASSERT_TRUE(apply_override(config, "rollout.prompts_per_step=1000000").is_ok());
   ASSERT_TRUE(apply_override(config, "rollout.samples_per_prompt=65536").is_ok());
   EXPECT_NE(check_train_config(config).message().find("a step has 65536000000 samples, over"), std::string::npos);
+
+  config = trainable();
+  ASSERT_TRUE(apply_override(config, "rollout.over_sample=1.5").is_ok());
+  ASSERT_TRUE(apply_override(config, "rollout.ahead=1").is_ok());
+  EXPECT_NE(check_train_config(config).message().find("or rollout.ahead = 0"), std::string::npos);
 
   config = trainable();
   ASSERT_TRUE(apply_override(config, "run.steps=1000000000").is_ok());

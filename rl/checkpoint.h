@@ -2,7 +2,7 @@
 // What a run needs to continue as if it had never stopped, and the start and resume of a run directory.
 //
 // A checkpoint directory holds masters and optimizer (model/checkpoint_boxes.h: one file each of every rank, with the actor's counters), config.json, the
-// tokenizer, the resolved settings, state.json, the samples that were drawn ahead (rl/loop.h), and checksums.json (XXH64 of all of these, checked on
+// tokenizer, the resolved settings, state.json, the samples that were drawn ahead (rl/loop.h), prompts that wait (rl/long_tail.h), and checksums.json (XXH64 of all of these, checked on
 // resume); the file COMPLETE makes it count. Draws have no state: they are keyed by what they are for.
 
 #include <cstdint>

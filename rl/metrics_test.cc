@@ -78,5 +78,21 @@ TEST(Metrics, GapOfEqualLogProbsIsZeroAndOfOneBitIsNot) {
   EXPECT_EQ(find_metric(m, "gap/first_token/logprob_abs_diff_tok"), 0);
 }
 
+TEST(Metrics, StalenessOfATokenIsThatOfItsVersion) {
+  const std::vector<float> rollout = {-0.5f, -1.0f, -2.0f}, old = {-0.75f, -1.0f, -2.0f};
+  const std::vector<uint8_t> mask = {1, 1, 1};
+  const std::vector<int32_t> continued = {4, 5, 6}, fresh = {6, 6, 6};
+  const std::vector<GapSample> samples(2, {.index = 0, .rollout = rollout, .old = old, .mask = mask});
+  Metrics m;
+  add_staleness_metrics(m, samples, std::vector<std::span<const int32_t>>{continued, fresh}, 6);
+  EXPECT_EQ(find_metric(m, "staleness/lag/mean"), 1) << "2 and 0";
+  EXPECT_EQ(find_metric(m, "staleness/lag/max"), 2);
+  EXPECT_EQ(find_metric(m, "staleness/lag_0/tokens"), 4);
+  EXPECT_EQ(find_metric(m, "staleness/lag_1/tokens"), 1);
+  EXPECT_EQ(find_metric(m, "staleness/lag_2/tokens"), 1);
+  EXPECT_EQ(find_metric(m, "staleness/lag_2/logprob_abs_diff_tok"), 0.25);
+  EXPECT_EQ(find_metric(m, "staleness/lag_1/logprob_abs_diff_tok"), 0);
+}
+
 }  // namespace
 }  // namespace lockstep

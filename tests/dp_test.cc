@@ -316,6 +316,50 @@ TEST_F(DataParallel, AheadIsTheSameWhereverTheSamplersAre) {
   }
 }
 
+// Who is complete first is agreed upon at engine steps, so that a layout's run repeats and can be resumed, wherever the samplers are. With a sampler of other
+// numerics, choices of finished samples wait with them, and those of others are recorded again.
+TEST_F(DataParallel, OverSamplingRepeatsWithAsManyRanks) {
+  for (const bool replay : {false, true}) {
+    for (const int64_t rollout_ranks : std::set<int64_t>{0, world->size() - 1}) {
+      const std::string name = fmt::format("{}_{}", replay ? "replay" : "exact", rollout_ranks);
+      SCOPED_TRACE(name);
+      LoopConfig config = loop_config(name, 6);
+      config.run.checkpoint_every = 3;
+      config.run.eval_every = 0;
+      config.rollout.prompts_per_step = 3;
+      config.rollout.over_sample = 1.5f;
+      config.rollout.max_new_tokens = 24;
+      config.rollout.max_running = 3;
+      config.rollout.order = RolloutOrder::longest;
+      config.train.loss.tis = TisKind::token;
+      config.parallel.rollout_ranks = rollout_ranks;
+      if (rollout_ranks == 0 && world->size() % 2 == 0) {  // several engines that need each other in every step, of several ranks
+        config.parallel.rollout_ep = 2;
+        config.parallel.rollout_tp = world->size() / 2;
+      }
+      if (replay) {
+        config.model.sampler = SamplerNumerics::fp8;
+        config.train.replay = ReplayKind::routing;
+      }
+      const LoopReport straight = run(config, false, world);
+      LoopConfig half = config;
+      half.run.dir = path(name + "_resumed");
+      half.run.steps = 3;
+      run(half, false, world);
+      half.run.steps = 6;
+      EXPECT_EQ(run(half, true, world).first_step, 3);
+      EXPECT_EQ(straight.samples_drawn, 6 * 3 * config.rollout.samples_per_prompt);
+      if (!first()) continue;
+      EXPECT_EQ(straight.max_gap == 0, !replay);
+      expect_same_runs(config.run.dir, half.run.dir, 6);
+      const std::string tail = contents(config.run.dir + "/checkpoints/step_000006/long_tail.jsonl");
+      EXPECT_NE(tail.find("\"versions\""), std::string::npos) << "samples wait";
+      EXPECT_TRUE(tail == contents(half.run.dir + "/checkpoints/step_000006/long_tail.jsonl"));
+      EXPECT_NE(contents(config.run.dir + "/metrics.jsonl").find("\"rollout/over_sample/prompts\":5"), std::string::npos);
+    }
+  }
+}
+
 // Choices recorded by samplers in any layout are repeated by trainers in any, stages included: what a first step measures under them is what one process
 // measures alone.
 TEST_F(DataParallel, ReplayIsTheSameInEveryLayout) {
