@@ -762,7 +762,7 @@ Status Loop::train(std::vector<Group>& groups, Metrics& metrics) {
   if (config_.rollout.ahead > 0 || over_samples()) add_staleness_metrics(metrics, drift, versions, now);
   if (!config_.model.exact()) {
     add_gap_deciles(metrics, gaps);
-    report_.compared_tokens += static_cast<int64_t>(count);
+    for (const GapSample& g : gaps) report_.compared_tokens += std::ssize(g.mask) - std::count(g.mask.begin(), g.mask.end(), uint8_t{0});
     if (count > 0) report_.max_gap = std::max(report_.max_gap, find_metric(metrics, "gap/logprob_abs_diff_max"));
   }
   return Status::ok();

@@ -166,6 +166,7 @@ Result<std::vector<Completion>> Peers::run(Engine* engine, Context& c, std::span
 Result<Peers::FirstGroups> Peers::run_first(Engine* engine, Context& c, std::span<const Request> requests, int64_t groups, const Hooks& hooks,
                                             const std::string& label) const {
   FirstGroups first;
+  if (requests.empty()) return first;
   if (apart()) {
     Result<FirstGroups> drawn = samples() ? side().run_first(engine, c, requests, groups, hooks, label) : FirstGroups();
     LOCKSTEP_RETURN_IF_ERROR(told(drawn.status(), "rollout", first_sampler()));
