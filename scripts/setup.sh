@@ -22,14 +22,19 @@ if [[ $(id -u) -ne 0 ]]; then
   fi
 fi
 export DEBIAN_FRONTEND=noninteractive
-"${as_root[@]}" apt-get update -qq
+[[ ${#missing[@]} -gt 0 ]] && "${as_root[@]}" apt-get update -qq
+optional=()
 for package in "${wanted[@]}"; do
   if apt-cache show "$package" >/dev/null 2>&1; then
-    missing+=("$package")
+    optional+=("$package")
   else
     echo "setup: no package $package here; what needs it is skipped"
   fi
 done
-[[ ${#missing[@]} -eq 0 ]] && exit 0
-echo "installing: ${missing[*]}"
-"${as_root[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}"
+install() {
+  [[ $# -eq 0 ]] && return 0
+  echo "installing: $*"
+  "${as_root[@]}" apt-get install -y -qq --no-install-recommends "$@"
+}
+install "${missing[@]}"
+install "${optional[@]}" || echo "setup: without ${optional[*]}; what needs them is skipped"
