@@ -58,7 +58,7 @@ void* Arena::allocate(size_t bytes, std::string_view name) {
   used_ += footprint(bytes);
   if (used_ > high_) {
     CHECK(!sealed_, "arena {} is sealed at {} bytes, '{}' would raise it to {}", name_, high_, name, used_);
-    if (device_ == Device::gpu) device_memory::commit(base_, high_, used_);
+    if (device_ == Device::gpu) device_memory::commit(base_, used_);
     high_ = used_;
     if (device_ == Device::cpu) forbid(p, std::min(high_ + kForbiddenAhead, reserve_) - begin);
   }

@@ -26,6 +26,25 @@ DeviceContext::~DeviceContext() {
   if (context_.on_gpu()) destroy_stream(context_.stream);
 }
 
+void synchronize(Context& c) {
+  if (c.on_gpu()) device_memory::synchronize(c.stream);
+}
+
+void copy_bytes(Context& c, void* to, const void* from, size_t bytes) {
+  c.on_gpu() ? device_memory::copy(c.stream, to, from, bytes) : static_cast<void>(std::memcpy(to, from, bytes));
+}
+void upload_bytes(Context& c, void* to, const void* from_host, size_t bytes) {
+  c.on_gpu() ? device_memory::upload(c.stream, to, from_host, bytes) : static_cast<void>(std::memcpy(to, from_host, bytes));
+}
+void download_bytes(Context& c, void* to_host, const void* from, size_t bytes) {
+  c.on_gpu() ? device_memory::download(c.stream, to_host, from, bytes) : static_cast<void>(std::memcpy(to_host, from, bytes));
+}
+void set_zero(Context& c, TensorView v) {
+  CHECK(v.contiguous(), "zeros to a strided view {}", v.shape.str());
+  if (v.bytes() == 0) return;
+  c.on_gpu() ? device_memory::clear(c.stream, v.data, v.bytes()) : static_cast<void>(std::memset(v.data, 0, v.bytes()));
+}
+
 void copy(Context& c, TensorView to, ConstTensorView from) {
   check_like(to, from);
   if (to.bytes() > 0) copy_bytes(c, to.data, from.data, to.bytes());
@@ -41,7 +60,7 @@ void download(Context& c, TensorView to_host, ConstTensorView from) {
 
 TensorView zeros(Context& c, DType dtype, Shape shape, std::string_view name) {
   const TensorView v = c.workspace->tensor(dtype, shape, name);
-  if (v.bytes() > 0) set_zero(c, v);
+  set_zero(c, v);
   return v;
 }
 

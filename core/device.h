@@ -23,12 +23,19 @@ DeviceInfo device_info();
 void device_select(int ordinal);  // of the calling thread; ranks of one host take one each, in turn
 int device_count();
 
-// What arenas are made of. Reserved address space never moves; bytes [begin, end) of it are usable once committed, and stay so until all is released.
+// What differs from one accelerator to the other, for the functions below and for arenas.
 namespace device_memory {
+// Reserved address space never moves; its first `end` bytes are usable once committed, and stay so until all is released.
 void* reserve(size_t bytes);
-void commit(void* base, size_t begin, size_t end);
+void commit(void* base, size_t end);
 void release(void* base, size_t bytes);
 void clear(void* p, size_t bytes);  // zeros; waits
+// In the order of a stream.
+void copy(void* stream, void* to, const void* from, size_t bytes);
+void upload(void* stream, void* to, const void* from_host, size_t bytes);
+void download(void* stream, void* to_host, const void* from, size_t bytes);  // waits
+void clear(void* stream, void* p, size_t bytes);
+void synchronize(void* stream);
 }  // namespace device_memory
 
 // A context on either device with its own pool, workspace, host scratch and stream: what programs start from (CpuContext serves where the CPU is meant).

@@ -1,7 +1,6 @@
 // The accelerator through CUDA's or HIP's runtime. Arenas are virtual address ranges that grow by mapping physical memory behind what is in use, so that
 // addresses stay (graphs and tensor maps hold them) and nothing is copied.
 
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -30,7 +29,7 @@ constexpr Error kOk = GPU_API(Success);
     GPU_CHECK(run_error == kOk, "%s", GPU_API(GetErrorString)(run_error));              \
   } while (0)
 
-GPU_API(Stream_t) stream_of(Context& c) { return static_cast<GPU_API(Stream_t)>(c.stream); }
+GPU_API(Stream_t) as_stream(void* stream) { return static_cast<GPU_API(Stream_t)>(stream); }
 
 constexpr size_t kGrowth = size_t{64} << 20;  // physical memory is mapped in multiples of this; a multiple of every device's granularity (2 MiB)
 
@@ -118,7 +117,7 @@ void* reserve(size_t bytes) {
   return p;
 }
 
-void commit(void* base, size_t, size_t end) {
+void commit(void* base, size_t end) {
   const std::lock_guard lock(mutex);
   Mapped& m = arenas().at(static_cast<char*>(base));
   if (end <= m.committed) return;
@@ -165,10 +164,22 @@ void release(void* base, size_t) {
   arenas().erase(found);
 }
 
+void copy(void* stream, void* to, const void* from, size_t bytes) {
+  RUN(GPU_API(MemcpyAsync)(to, from, bytes, GPU_API(MemcpyDeviceToDevice), as_stream(stream)));
+}
+void upload(void* stream, void* to, const void* from_host, size_t bytes) {
+  RUN(GPU_API(MemcpyAsync)(to, from_host, bytes, GPU_API(MemcpyHostToDevice), as_stream(stream)));  // from pageable memory: staged before it returns
+}
+void download(void* stream, void* to_host, const void* from, size_t bytes) {
+  RUN(GPU_API(MemcpyAsync)(to_host, from, bytes, GPU_API(MemcpyDeviceToHost), as_stream(stream)));
+  synchronize(stream);
+}
+void clear(void* stream, void* p, size_t bytes) { RUN(GPU_API(MemsetAsync)(p, 0, bytes, as_stream(stream))); }
 void clear(void* p, size_t bytes) {
   RUN(GPU_API(Memset)(p, 0, bytes));
   RUN(GPU_API(DeviceSynchronize)());
 }
+void synchronize(void* stream) { RUN(GPU_API(StreamSynchronize)(as_stream(stream))); }
 
 }  // namespace device_memory
 
@@ -178,44 +189,8 @@ void* make_stream() {
   return stream;
 }
 void destroy_stream(void* stream) {
-  RUN(GPU_API(StreamSynchronize)(static_cast<GPU_API(Stream_t)>(stream)));
-  RUN(GPU_API(StreamDestroy)(static_cast<GPU_API(Stream_t)>(stream)));
-}
-
-void synchronize(Context& c) {
-  if (c.on_gpu()) RUN(GPU_API(StreamSynchronize)(stream_of(c)));
-}
-
-void copy_bytes(Context& c, void* to, const void* from, size_t bytes) {
-  if (!c.on_gpu()) {
-    std::memcpy(to, from, bytes);
-  } else {
-    RUN(GPU_API(MemcpyAsync)(to, from, bytes, GPU_API(MemcpyDeviceToDevice), stream_of(c)));
-  }
-}
-void upload_bytes(Context& c, void* to, const void* from_host, size_t bytes) {
-  if (!c.on_gpu()) {
-    std::memcpy(to, from_host, bytes);
-  } else {
-    RUN(GPU_API(MemcpyAsync)(to, from_host, bytes, GPU_API(MemcpyHostToDevice), stream_of(c)));  // from pageable memory: staged before it returns
-  }
-}
-void download_bytes(Context& c, void* to_host, const void* from, size_t bytes) {
-  if (!c.on_gpu()) {
-    std::memcpy(to_host, from, bytes);
-  } else {
-    RUN(GPU_API(MemcpyAsync)(to_host, from, bytes, GPU_API(MemcpyDeviceToHost), stream_of(c)));
-    synchronize(c);
-  }
-}
-void set_zero(Context& c, TensorView v) {
-  CHECK(v.contiguous());
-  if (v.bytes() == 0) return;
-  if (!c.on_gpu()) {
-    std::memset(v.data, 0, v.bytes());
-  } else {
-    RUN(GPU_API(MemsetAsync)(v.data, 0, v.bytes(), stream_of(c)));
-  }
+  device_memory::synchronize(stream);
+  RUN(GPU_API(StreamDestroy)(as_stream(stream)));
 }
 
 }  // namespace lockstep

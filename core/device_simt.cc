@@ -60,7 +60,7 @@ void* reserve(size_t bytes) {
   r.committed[static_cast<char*>(p)] = 0;
   return p;
 }
-void commit(void* base, size_t, size_t end) {
+void commit(void* base, size_t end) {
   Regions& r = regions();
   const std::lock_guard lock(r.mutex);
   size_t& committed = r.committed.at(static_cast<char*>(base));
@@ -78,29 +78,22 @@ void release(void* base, size_t bytes) {
   r.committed.erase(static_cast<char*>(base));
   munmap(base, bytes);
 }
+void copy(void*, void* to, const void* from, size_t bytes) {
+  const simt::DeviceAccess access;
+  std::memcpy(to, from, bytes);
+}
+void upload(void* stream, void* to, const void* from_host, size_t bytes) { copy(stream, to, from_host, bytes); }
+void download(void* stream, void* to_host, const void* from, size_t bytes) { copy(stream, to_host, from, bytes); }
 void clear(void* p, size_t bytes) {
   const simt::DeviceAccess access;
   std::memset(p, 0, bytes);
 }
+void clear(void*, void* p, size_t bytes) { clear(p, bytes); }
+void synchronize(void*) {}
 
 }  // namespace device_memory
 
 void* make_stream() { return nullptr; }
 void destroy_stream(void*) {}
-
-void synchronize(Context&) {}
-
-void copy_bytes(Context& c, void* to, const void* from, size_t bytes) {
-  const simt::DeviceAccess access;
-  std::memcpy(to, from, bytes);
-}
-void upload_bytes(Context& c, void* to, const void* from_host, size_t bytes) { copy_bytes(c, to, from_host, bytes); }
-void download_bytes(Context& c, void* to_host, const void* from, size_t bytes) { copy_bytes(c, to_host, from, bytes); }
-void set_zero(Context& c, TensorView v) {
-  CHECK(v.contiguous(), "zeros to a strided view {}", v.shape.str());
-  if (v.bytes() == 0) return;
-  const simt::DeviceAccess access;
-  std::memset(v.data, 0, v.bytes());
-}
 
 }  // namespace lockstep

@@ -140,13 +140,13 @@ void final_site_backward(Context& c, const Model& model, const SequenceBatch& ba
   Arena& ws = *c.workspace;
   TensorView dh = ws.tensor(DType::f32, {R, D}, "final.dh"), dpre = ws.tensor(DType::f32, {R, n}, "final.dpre");
   TensorView dxw = batch.wanted.empty() ? dx : ws.tensor(DType::f32, {R, n, D}, "final.dx");
-  if (R > 0) set_zero(c, dxw);
+  set_zero(c, dxw);
   rmsnorm_backward(c, dh, gradients.tensors.norm, dhidden, saved.final_h, weights.tensors().norm.rows, saved.final_norm_inv);
   hyper_pre_backward(c, dxw, dpre, dh, saved.final_x, saved.final_pre);
   hyper_head_mix_backward(c, dxw, hyper_gradients(gradients.tensors.hc_head), dpre, saved.final_raw, saved.final_inv_rms, saved.final_x,
                           hyper_weights(weights.tensors().hc_head), hyper_shape(m));
   if (batch.wanted.empty()) return;
-  if (dx.rows() > 0) set_zero(c, dx);
+  set_zero(c, dx);
   scatter_rows(c, dx.reshape({dx.rows(), n * D}), dxw.reshape({R, n * D}), batch.wanted);
 }
 

@@ -351,9 +351,10 @@ Gradients make_gradients(const ModelConfig& config, const Shard& shard, Arena& a
 }
 
 void zero_gradients(Context& c, Gradients& g) {
-  for (const TensorView& v : {g.dense, g.experts})
-    if (c.on_gpu() && !v.empty()) set_zero(c, v);
-  if (c.on_gpu()) return;
+  if (c.on_gpu()) {
+    for (const TensorView& run : {g.dense, g.experts}) set_zero(c, run);
+    return;
+  }
   for (const TensorView& v : g.set.views) {
     if (v.empty()) continue;
     char* p = static_cast<char*>(v.data);
