@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <tuple>
 
 #include "core/device.h"
 #include "core/formats.h"
@@ -161,8 +160,7 @@ Result<std::unique_ptr<Rig>> Rig::make(const GatesOptions& o, Numerics numerics,
 Result<std::vector<Completion>> Rig::run(Engine& engine, std::span<const Request> requests) {
   Result<std::vector<Completion>> words = peers_.run(&engine, policy_->context(), requests, Hooks(), "gates");
   if (!words) return words;
-  std::sort(words.value().begin(), words.value().end(),
-            [](const Completion& a, const Completion& b) { return std::tie(a.prompt_id, a.sample_idx) < std::tie(b.prompt_id, b.sample_idx); });
+  std::sort(words.value().begin(), words.value().end(), by_prompt_and_sample);
   return words;
 }
 

@@ -118,9 +118,8 @@ std::optional<std::pair<Completion, std::string>> parse_completion(const JsonVal
 
 // By prompt id and sample index, the first of each.
 void keep_one_each(std::vector<Completion>& completions) {
-  const auto place = [](const Completion& c) { return std::pair(c.prompt_id, c.sample_idx); };
-  std::stable_sort(completions.begin(), completions.end(), [&](const Completion& a, const Completion& b) { return place(a) < place(b); });
-  completions.erase(std::unique(completions.begin(), completions.end(), [&](const Completion& a, const Completion& b) { return place(a) == place(b); }),
+  std::stable_sort(completions.begin(), completions.end(), by_prompt_and_sample);
+  completions.erase(std::unique(completions.begin(), completions.end(), [](const Completion& a, const Completion& b) { return place_of(a) == place_of(b); }),
                     completions.end());
 }
 

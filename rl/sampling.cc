@@ -1,7 +1,6 @@
 #include "rl/sampling.h"
 
 #include <algorithm>
-#include <tuple>
 
 #include "rl/policy.h"
 
@@ -40,9 +39,7 @@ Result<std::vector<Completion>> finish_requests(Engine& engine, std::span<const 
   collect();
   if (!kept) return kept;
   CHECK(static_cast<int64_t>(done.size()) == expected, "{} completions of {} samples", done.size(), expected);
-  std::sort(done.begin(), done.end(), [](const Completion& a, const Completion& b) {
-    return std::tie(a.prompt_id, a.sample_idx) < std::tie(b.prompt_id, b.sample_idx);
-  });
+  std::sort(done.begin(), done.end(), by_prompt_and_sample);
   return done;
 }
 
@@ -64,9 +61,7 @@ std::vector<Completion> finish_until(Engine& engine, std::span<const Request> re
   engine.abort_all();
   collect();
   CHECK(static_cast<int64_t>(done.size()) == expected, "{} completions of {} samples", done.size(), expected);
-  std::sort(done.begin(), done.end(), [](const Completion& a, const Completion& b) {
-    return std::tie(a.prompt_id, a.sample_idx) < std::tie(b.prompt_id, b.sample_idx);
-  });
+  std::sort(done.begin(), done.end(), by_prompt_and_sample);
   return done;
 }
 

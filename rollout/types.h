@@ -2,6 +2,7 @@
 // What the engine takes and gives. Belongs to this room alone; rl/ converts.
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "model/choices.h"
@@ -56,6 +57,10 @@ struct Completion {
   FinishReason reason = FinishReason::length;
   ChoiceLog choices = {};  // Request::record: of the rows that were run, which are prompt and response but its last token
 };
+
+// Where a completion stands among those of a run.
+inline std::pair<uint64_t, int32_t> place_of(const Completion& c) { return {c.prompt_id, c.sample_idx}; }
+inline bool by_prompt_and_sample(const Completion& a, const Completion& b) { return place_of(a) < place_of(b); }
 
 // One token as it is drawn.
 struct Drawn {
