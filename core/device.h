@@ -20,7 +20,7 @@ struct DeviceInfo {
 };
 Status device_available();  // an error says why there is none and what to do
 DeviceInfo device_info();
-void device_select(int ordinal);  // of the calling thread; ranks of one host take one each, in turn
+void device_select(int ordinal);  // of the calling thread, which then makes and uses contexts
 int device_count();
 
 // What differs from one accelerator to the other, for the functions below and for arenas.
