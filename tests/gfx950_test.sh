@@ -13,27 +13,20 @@ mkdir -p "$2"
 work=$(readlink -f "$2")
 compiler=clang++-22
 command -v $compiler >/dev/null || { echo "gfx950_test: skipped, no $compiler (scripts/packages.txt)"; exit 77; }
-export compiler work self
+source tests/compile_once.sh
+watched="$self $(readlink -f tests/compile_once.sh)"
+export compiler work watched
 
 # One source: its assembly, or for device_gpu.cu nothing; stdout tells what is wrong.
 check() {
-  local source=$1 name=${1//\//.}
-  local out=$work/$name
-  if ! sha256sum --check --status "$out.sum" 2>/dev/null; then
-    rm -f "$out.sum"
-    # Debian's headers are older than the compiler: they want the width told, and its device libraries know no gfx950 (no kernel needs them).
-    local options=(-x hip --offload-arch=gfx950 -nogpulib --rocm-path=/usr -D__AMDGCN_WAVEFRONT_SIZE=64 -std=c++20 -O3 -ffp-contract=off -I.
-      -Xclang -dependency-file -Xclang "$out.d" -Xclang -MT -Xclang "$name" -Xclang -sys-header-deps)
-    if [[ $source == core/device_gpu.cu ]]; then
-      options+=(--offload-host-only -c -o "$out.o")
-    else
-      options+=(--offload-device-only -S -o "$out.s")
-    fi
-    $compiler "${options[@]}" "$source" >"$out.log" 2>&1 || { echo "$source: does not compile"; head -n 30 "$out.log"; return 1; }
-    [[ -s $out.d ]] || { echo "$source: no list of what it includes"; return 1; }
-    sed -e 's/^[^:]*://' -e 's/\\$//' "$out.d" | tr -s ' ' '\n' | sed '/^$/d' | sort -u | xargs sha256sum "$self" >"$out.sum"
+  local source=$1 out=$work/${1//\//.}
+  # Debian's headers are older than the compiler: they want the width told, and its device libraries know no gfx950 (no kernel needs them).
+  local options=(-x hip --offload-arch=gfx950 -nogpulib --rocm-path=/usr -D__AMDGCN_WAVEFRONT_SIZE=64 -std=c++20 -O3 -ffp-contract=off -I.)
+  if [[ $source == core/device_gpu.cu ]]; then
+    compile_once "$out" "$source" $compiler "${options[@]}" --offload-host-only -c -o "$out.o"
+    return
   fi
-  [[ $source == core/device_gpu.cu ]] && return 0
+  compile_once "$out" "$source" $compiler "${options[@]}" --offload-device-only -S -o "$out.s" || return 1
   local wrong=0
   if grep -q s_swappc "$out.s"; then
     echo "$source: calls $(grep -o '[^ ,]*@rel32@lo' "$out.s" | sort -u | head -n 5 | tr '\n' ' ')" && wrong=1
@@ -62,9 +55,7 @@ check() {
     }' "$out.s" || wrong=1
   return $wrong
 }
-export -f check
-
 mapfile -t sources < <(find [a-z]* -path '*build*' -prune -o -name '*_gpu*.cu' -print | grep -v -e _sm90 -e _bench | sort)
 [[ ${#sources[@]} -ge 3 ]] || { echo "gfx950_test: found ${#sources[@]} sources"; exit 1; }
-printf '%s\0' "${sources[@]}" | xargs -0 -n 1 -P "$(nproc)" bash -euo pipefail -c 'check "$0" || exit 1' || exit 1
+for_each_source check "${sources[@]}" || exit 1
 echo "gfx950_test: ${#sources[@]} sources"
