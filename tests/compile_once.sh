@@ -1,7 +1,8 @@
-# For the tests that compile kernel sources for a GPU that is not here; sourced by them.
+# For the tests that compile kernel sources for a GPU that is not here; sourced by them as `source compile_once.sh SOURCE_DIR WORK_DIR`, after which the
+# first is the working directory, the second is $work, and $compiler is there: else the test ends, skipped.
 #
 # compile_once OUT SOURCE COMMAND...   runs COMMAND, which makes OUT.s or OUT.o of SOURCE, unless nothing that it read has changed since: the source, headers, and the
-#   scripts in $watched. COMMAND is a clang of -x cuda or -x hip, one side only. Its messages are in OUT.log; on failure the first are printed.
+#   test itself. COMMAND is a clang of -x cuda or -x hip, one side only. Its messages are in OUT.log; on failure the first are printed.
 compile_once() {
   local out=$1 source=$2
   shift 2
@@ -20,3 +21,11 @@ for_each_source() {
   export -f "$function" compile_once
   printf '%s\0' "$@" | xargs -0 -n 1 -P "$(nproc)" bash -euo pipefail -c "$function \"\$0\" || exit 1" || return 1
 }
+
+watched="$(readlink -f "$0") $(readlink -f "${BASH_SOURCE[0]}")"
+cd "$1"
+mkdir -p "$2"
+work=$(readlink -f "$2")
+compiler=clang++-22
+command -v $compiler >/dev/null || { echo "$(basename "$0" .sh): skipped, no $compiler (scripts/packages.txt)"; exit 77; }
+export compiler work watched

@@ -7,15 +7,7 @@
 #   tests/gfx950_test.sh SOURCE_DIR WORK_DIR
 # A source is compiled again when it, a header that it includes or this script has changed. Exit codes: 0, 1 (what is wrong is printed), 77 without the compiler.
 set -euo pipefail
-self=$(readlink -f "$0")
-cd "$1"
-mkdir -p "$2"
-work=$(readlink -f "$2")
-compiler=clang++-22
-command -v $compiler >/dev/null || { echo "gfx950_test: skipped, no $compiler (scripts/packages.txt)"; exit 77; }
-source tests/compile_once.sh
-watched="$self $(readlink -f tests/compile_once.sh)"
-export compiler work watched
+source "$(dirname "$(readlink -f "$0")")/compile_once.sh" "$1" "$2"
 
 # One source: its assembly, or for device_gpu.cu nothing; stdout tells what is wrong.
 check() {

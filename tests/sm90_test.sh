@@ -6,15 +6,7 @@
 #   tests/sm90_test.sh SOURCE_DIR WORK_DIR
 # Exit codes: 0, 1 (what is wrong is printed), 77 without the compiler.
 set -euo pipefail
-self=$(readlink -f "$0")
-cd "$1"
-mkdir -p "$2"
-work=$(readlink -f "$2")
-compiler=clang++-22
-command -v $compiler >/dev/null || { echo "sm90_test: skipped, no $compiler (scripts/packages.txt)"; exit 77; }
-source tests/compile_once.sh
-watched="$self $(readlink -f tests/compile_once.sh)"
-export compiler work watched
+source "$(dirname "$(readlink -f "$0")")/compile_once.sh" "$1" "$2"
 
 check() {
   local source=$1 out=$work/${1//\//.} wrong=0
