@@ -75,6 +75,26 @@ GPU_INLINE void wgmma_wait() {
 GPU_INLINE void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // The 128 threads of warpgroup `group` (from 0; barrier 0 is the block's).
 GPU_INLINE void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+// Named barriers of `threads` threads of the block, ids 3 to 15: those who arrive go on, those who sync wait for all.
+GPU_INLINE void arrive_at(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+GPU_INLINE void sync_at(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// 2^x as the unit computes it, within 2^-22 of the result: a function of x alone, on this kind of device alone.
+GPU_INLINE float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// An 8 x 8 tile of which lane t holds row t / 4, columns 2 (t % 4) and + 1, transposed: the pair of row t / 4 of the result.
+GPU_INLINE unsigned transposed(unsigned pair) {
+  unsigned r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
+}
+GPU_INLINE unsigned bf16_pair(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
 
 // Operand tiles in shared memory, as the copy engine lays boxes of 128 bytes a row out with 128-byte swizzle: eight rows are one atom of 1024 bytes, at which
 // the tile must be aligned.
@@ -96,6 +116,18 @@ GPU_INLINE unsigned long long operand_across_k(const void* tile, unsigned bytes,
 // ACross, BCross: 1 where the operand's tile lies across K.
 template <int N, int ACross, int BCross>
 struct MmaBf16;
+template <int ACross, int BCross>
+struct MmaBf16<16, ACross, BCross> {
+  GPU_INLINE static void run(float (&d)[8], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "%8, %9, p, 1, 1, %11, %12;\n}\n"
+        : LOCKSTEP_R4(d, 0), LOCKSTEP_R4(d, 4)
+        : "l"(a), "l"(b), "r"(accumulate), "n"(ACross), "n"(BCross));
+  }
+};
 template <int ACross, int BCross>
 struct MmaBf16<32, ACross, BCross> {
   GPU_INLINE static void run(float (&d)[16], unsigned long long a, unsigned long long b, int accumulate) {

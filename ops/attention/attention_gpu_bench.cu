@@ -152,7 +152,11 @@ void measure(const char* name, int64_t sequences, int64_t length, int64_t tokens
 
 }  // namespace
 
-int main() {
+// attention_gpu_bench [PART OF A NAME]: all cases, or those.
+int main(int argc, char** argv) {
+  const auto measure = [&](const char* name, auto... sizes) {
+    if (argc < 2 || std::strstr(name, argv[1]) != nullptr) ::measure(name, sizes...);
+  };
   measure("training, 128 + 512 chosen", 1, 8192, 8192, 64, 512, 4, 512, true);
   measure("prefill, 128 + 512 chosen", 1, 16384, 4096, 64, 512, 4, 512, false);
   measure("training, all of ratio 128", 1, 8192, 8192, 64, 512, 128, 0, true);
@@ -160,4 +164,8 @@ int main() {
   measure("decoding, 128 + 512 chosen", 256, 16384, 1, 64, 512, 4, 512, false);
   measure("128 heads, 128 + 1024 chosen", 1, 16384, 2048, 128, 512, 4, 1024, false);
   measure("8 heads, 128 + 512 chosen", 1, 16384, 4096, 8, 512, 4, 512, false);
+  measure("16 heads, training, 128 + 160", 12, 640, 640, 16, 512, 4, 256, true);
+  measure("16 heads, training, window alone", 12, 640, 640, 16, 512, 0, 0, true);
+  measure("16 heads, decoding, 128 + 160", 64, 640, 1, 16, 512, 4, 256, false);
+  measure("32 heads, 128 + 512 chosen", 1, 8192, 4096, 32, 512, 4, 512, true);
 }

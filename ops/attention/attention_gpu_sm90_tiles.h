@@ -26,16 +26,16 @@ GPU_INLINE void arrive_when_copied(sm90::Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(sm90::shared_address(&barrier)) : "memory");
 }
 
-// A warp's share of a tile: rows warp, warp + 4, ...; lane i holds the source of the i-th (null: zeros).
-template <int D>
+// A warp's share of `Channels` of a tile of `Rows`: rows warp, warp + 4, ...; lane i holds the source of the i-th (null: zeros).
+template <int Channels, int Rows = kRows>
 GPU_INLINE void copy_rows(bf16* tile, const bf16* source, const bf16* somewhere, int warp, int lane) {
 #pragma unroll 4
-  for (int i = 0; i < kRows / 4; ++i) {
+  for (int i = 0; i < Rows / 4; ++i) {
     const auto from = reinterpret_cast<const bf16*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(source), i));
     const int row = warp + 4 * i;
 #pragma unroll
-    for (int unit = lane; unit < D / 8; unit += 32)
-      copy_or_zero(tile + unit / 8 * kChunk + row * 64 + (unit % 8 ^ row % 8) * 8, from == nullptr ? nullptr : from + unit * 8, somewhere);
+    for (int unit = lane; unit < Channels / 8; unit += 32)
+      copy_or_zero(tile + unit / 8 * (Rows * 64) + row * 64 + (unit % 8 ^ row % 8) * 8, from == nullptr ? nullptr : from + unit * 8, somewhere);
   }
 }
 

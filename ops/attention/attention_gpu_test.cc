@@ -152,6 +152,8 @@ std::vector<Config> tensor_core_configs() {
       {.length = {200, 3, 77}, .heads = 5, .width = 128, .window = 100, .ratio = 2, .k = 30},
       {.length = {70, 129}, .heads = 70, .width = 256, .window = 64, .ratio = 4},
       {.length = {90}, .heads = 64, .width = 512, .window = 128, .ratio = 1, .k = 80},
+      {.length = {150, 40}, .heads = 16, .width = 512, .window = 128, .ratio = 4, .k = 30},
+      {.length = {130}, .heads = 27, .width = 256, .window = 40, .ratio = 1},
   };
 }
 bool on_tensor_cores(const Problem& p) { return device::attention_on_tensor_cores(p.q, p.q, p.keys()); }
@@ -263,6 +265,33 @@ TEST(AttentionGpuTensorCores, RowContractOverRandomCuttings) {
       }
       EXPECT_EQ(count_bit_differences(o, want.o), 0) << p.name() << " " << max_rows << " rows a call";
       EXPECT_EQ(count_bit_differences(lse, want.lse), 0) << p.name() << " " << max_rows << " rows a call";
+    }
+  }
+}
+
+// A rank of a tensor parallel group has some of the heads: fewer heads may go another way through the kernels, to the same bits.
+TEST(AttentionGpuTensorCores, AHeadDoesNotDependOnHowManyThereAre) {
+  for (const int64_t width : {128, 256, 512}) {
+    const Problem all({.length = {150, 9}, .heads = 70, .width = width, .window = 100, .ratio = 2, .k = 60}, DType::bf16);
+    if (!on_tensor_cores(all)) GTEST_SKIP() << "this build or device has no kernel for tensor cores";
+    Gpu gpu;
+    const Outputs want = run_packed(gpu, all);
+    for (const int64_t heads : {1, 16, 17, 32, 33, 64}) {
+      Problem some = all;
+      some.config.heads = heads;
+      some.q = Tensor(DType::bf16, {all.set.num_rows, heads, width});
+      some.sink = Tensor(DType::f32, {heads});
+      Outputs part = {Tensor(DType::bf16, some.q.view().shape), Tensor(DType::f32, {all.set.num_rows, heads})};
+      const int64_t first = 70 - heads;
+      std::copy_n(all.sink.ptr<float>() + first, heads, some.sink.ptr<float>());
+      for (int64_t t = 0; t < all.set.num_rows; ++t) {
+        std::copy_n(all.q.ptr<bf16>() + (t * 70 + first) * width, heads * width, some.q.ptr<bf16>() + t * heads * width);
+        std::copy_n(want.o.ptr<bf16>() + (t * 70 + first) * width, heads * width, part.o.ptr<bf16>() + t * heads * width);
+        std::copy_n(want.lse.ptr<float>() + t * 70 + first, heads, part.lse.ptr<float>() + t * heads);
+      }
+      const Outputs got = run_packed(gpu, some);
+      EXPECT_EQ(count_bit_differences(got.o, part.o), 0) << heads << " of 70 heads of " << width;
+      EXPECT_EQ(count_bit_differences(got.lse, part.lse), 0) << heads << " of 70 heads of " << width;
     }
   }
 }
