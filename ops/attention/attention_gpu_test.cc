@@ -272,16 +272,15 @@ TEST(AttentionGpuTensorCores, RowContractOverRandomCuttings) {
 // A rank of a tensor parallel group has some of the heads: fewer heads may go another way through the kernels, to the same bits.
 TEST(AttentionGpuTensorCores, AHeadDoesNotDependOnHowManyThereAre) {
   for (const int64_t width : {128, 256, 512}) {
-    const Problem all({.length = {150, 9}, .heads = 70, .width = width, .window = 100, .ratio = 2, .k = 60}, DType::bf16);
+    Config config = {.length = {150, 9}, .heads = 70, .width = width, .window = 100, .ratio = 2, .k = 60};
+    const Problem all(config, DType::bf16);
     if (!on_tensor_cores(all)) GTEST_SKIP() << "this build or device has no kernel for tensor cores";
     Gpu gpu;
     const Outputs want = run_packed(gpu, all);
     for (const int64_t heads : {1, 16, 17, 32, 33, 64}) {
-      Problem some = all;
-      some.config.heads = heads;
-      some.q = Tensor(DType::bf16, {all.set.num_rows, heads, width});
-      some.sink = Tensor(DType::f32, {heads});
-      Outputs part = {Tensor(DType::bf16, some.q.view().shape), Tensor(DType::f32, {all.set.num_rows, heads})};
+      config.heads = heads;
+      const Problem some(config, DType::bf16);  // the same keys
+      const Outputs part = {Tensor(DType::bf16, some.q.view().shape), Tensor(DType::f32, {all.set.num_rows, heads})};
       const int64_t first = 70 - heads;
       std::copy_n(all.sink.ptr<float>() + first, heads, some.sink.ptr<float>());
       for (int64_t t = 0; t < all.set.num_rows; ++t) {
