@@ -46,7 +46,7 @@ struct Place {
 
 template <int D, int N>
 GPU_INLINE void feed(Shared90<D, N>& s, const Problem& p) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, mine = warp + 4 * (lane % 16);
+  const int mine = Sources<>::mine();
   Place<Shared90<D, N>::kStages> place;
   unsigned q_phase = 1;
   for (int item = block_x(); item < p.num_items; item += grid_dim(), q_phase ^= 1) {
@@ -54,19 +54,20 @@ GPU_INLINE void feed(Shared90<D, N>& s, const Problem& p) {
     const int head = item % p.head_tiles * N + mine;
     const List<bf16> list = p.keys.list(t);
     const int n = list.size();
+    const Sources<N> heads(head < p.heads ? p.q + t * p.q_stride + head * D : zeros());
     s.q_empty.wait(q_phase);
-    copy_rows<D, N>(s.q, head < p.heads ? p.q + t * p.q_stride + head * D : nullptr, p.q, warp, lane);
+    heads.template copy<D / 64>(s.q, 0);
     arrive_when_copied(s.q_full);
     if (threadIdx.x == 0) {
       s.list_size = n;
       s.q_full.arrive();
     }
     for (int begin = 0; begin < n; begin += kRows) {
-      const bf16* const row = begin + mine < n ? p.keys.row(list, begin + mine) : nullptr;
+      const Sources<> rows(begin + mine < n ? p.keys.row(list, begin + mine) : zeros());
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         s.empty[place.stage][half].wait(place.phase ^ 1);
-        copy_rows<D / 2>(s.rows[place.stage] + half * (kRows * D / 2), row == nullptr ? nullptr : row + half * (D / 2), p.q, warp, lane);
+        rows.template copy<D / 128>(s.rows[place.stage], half * (D / 128));
         arrive_when_copied(s.full[place.stage][half]);
       }
       place.advance();

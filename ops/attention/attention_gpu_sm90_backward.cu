@@ -46,7 +46,7 @@ struct Shared90 {
 
 template <int D>
 GPU_INLINE void feed(Shared90<D>& s, const Problem& p) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, mine = warp + 4 * (lane % 16);
+  const int mine = Sources<>::mine();
   unsigned phase = 1, q_phase = 1;
   for (int query = block_x(); query < p.num_queries; query += grid_dim()) {
     const int64_t t = p.begin + query;
@@ -54,18 +54,20 @@ GPU_INLINE void feed(Shared90<D>& s, const Problem& p) {
     const int n = list.size();
     for (int tile = 0; tile < p.head_tiles; ++tile, q_phase ^= 1) {
       const int head = tile * kRows + mine;
+      const Sources<> heads(head < p.heads ? p.q + t * p.q_stride + head * D : zeros());
+      const Sources<> grads(head < p.heads ? p.grad + (static_cast<int64_t>(query) * p.heads + head) * D : zeros());
       s.q_empty.wait(q_phase);
-      copy_rows<D>(s.q, head < p.heads ? p.q + t * p.q_stride + head * D : nullptr, p.q, warp, lane);
-      copy_rows<D>(s.grad, head < p.heads ? p.grad + (static_cast<int64_t>(query) * p.heads + head) * D : nullptr, p.q, warp, lane);
+      heads.copy<D / 64>(s.q, 0);
+      grads.copy<D / 64>(s.grad, 0);
       arrive_when_copied(s.q_full);
       if (threadIdx.x == 0) {
         s.list_size = n;
         s.q_full.arrive();
       }
       for (int begin = 0; begin < n; begin += kRows, phase ^= 1) {
-        const bf16* const row = begin + mine < n ? p.keys.row(list, begin + mine) : nullptr;
+        const Sources<> rows(begin + mine < n ? p.keys.row(list, begin + mine) : zeros());
         s.rows_empty.wait(phase);
-        copy_rows<D>(s.rows, row, p.q, warp, lane);
+        rows.copy<D / 64>(s.rows, 0);
         arrive_when_copied(s.rows_full);
       }
     }
