@@ -1,7 +1,5 @@
-// Attention in bf16 on Hopper. A block takes one query and a tile of its heads and walks the query's list in pieces of 64 rows. A warpgroup gathers them into shared
-// memory, two or three pieces in flight, in the layout that the matrix unit reads both ways: along channels for the logits, across for the outputs. Of two warpgroups
-// that multiply, one has the logits and weights of the even pieces, one those of the odd, which they give each other through shared memory; each has half of the
-// output's channels in registers. So one's softmax runs beside the other's products.
+// Attention in bf16 on Hopper: the walk of attention_gpu_sm90_walk.h over each query's list, for tiles of its heads. Rows are gathered into shared memory, two or three
+// pieces in flight, in the layout that the matrix unit reads both ways: along channels for the logits, across for the outputs.
 //
 // Per piece i: S = q . rows^T in f32 (k16 steps, channels ascending); m' = max(m, S scale log2(e)); e = 2^(S scale log2(e) - m') by the unit's own exponential;
 // o = o 2^(m - m') + bf16(e) . rows, in the order of the pieces; sums of e in f32 by parity of the piece and
@@ -31,143 +29,25 @@ namespace {
 using namespace sm90_attention;
 using namespace sm90_attention::forward;
 
-// Where a piece is in shared memory, and the parity of its barriers.
-template <int kStages>
-struct Place {
-  int stage = 0;
-  unsigned phase = 0;
-  GPU_INLINE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-template <int D, int N>
-GPU_INLINE void feed(Shared90<D, N>& s, const Problem& p) {
-  const int mine = Sources<>::mine();
-  Place<Shared90<D, N>::kStages> place;
-  unsigned q_phase = 1;
-  for (int item = block_x(); item < p.num_items; item += grid_dim(), q_phase ^= 1) {
-    const int64_t t = item / p.head_tiles;
-    const int head = item % p.head_tiles * N + mine;
-    const List<bf16> list = p.keys.list(t);
-    const int n = list.size();
-    const Sources<N> heads(head < p.heads ? p.q + t * p.q_stride + head * D : zeros());
-    s.q_empty.wait(q_phase);
-    heads.template copy<D / 64>(s.q, 0);
-    arrive_when_copied(s.q_full);
-    if (threadIdx.x == 0) {
-      s.list_size = n;
-      s.q_full.arrive();
-    }
-    for (int begin = 0; begin < n; begin += kRows) {
-      const Sources<> rows(begin + mine < n ? p.keys.row(list, begin + mine) : zeros());
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        s.empty[place.stage][half].wait(place.phase ^ 1);
-        rows.template copy<D / 128>(s.rows[place.stage], half * (D / 128));
-        arrive_when_copied(s.full[place.stage][half]);
-      }
-      place.advance();
-    }
-  }
-  asm volatile("cp.async.wait_all;" ::: "memory");  // no thread leaves copies behind
-}
-
-// Warpgroup 0 has the even pieces' weights, 1 the odd ones'. Each multiplies all pieces in order.
-template <int D, int N, int kHalf>
-GPU_INLINE void attend(Shared90<D, N>& s, const Problem& p) {
-  std::conditional_t<N == kRows, Wide<D, kHalf>, Narrow<D, N, kHalf>> work(s, p);
-  using At = Place<Shared90<D, N>::kStages>;
-  At place;
-  unsigned q_phase = 0;
-  int alternate = 0;
-  const auto arrive = [&](sm90::Barrier& barrier) {
-    if (work.lane == 0) barrier.arrive();
-  };
-  const auto multiply_logits = [&](const At& at) {
-    sm90::wgmma_fence();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      s.full[at.stage][half].wait(at.phase);
-      sm90::publish_stores();
-      work.multiply_logits(s.rows[at.stage], half);
-    }
-    sm90::wgmma_commit();
-    sm90::wgmma_wait<0>();
-  };
-  // O takes in a piece whose weights are known; its rows are then free.
-  const auto add = [&](auto own, const At& at, bool first) {
-    if (!first) work.carry();
-    sm90::wgmma_fence();
-    work.template multiply_rows<decltype(own)::value>(s.rows[at.stage], first);
-    sm90::wgmma_commit();
-    sm90::wgmma_wait<0>();
-    arrive(s.empty[at.stage][kHalf]);
-  };
-  const auto add_others = [&](const At& at, bool first) {
-    await<kHalf ^ 1>();
-    work.take();
-    s.full[at.stage][kHalf].wait(at.phase);
-    sm90::publish_stores();
-    add(std::false_type{}, at, first);
-  };
-  for (int item = block_x(); item < p.num_items; item += grid_dim(), q_phase ^= 1, alternate ^= 1) {
-    s.q_full.wait(q_phase);
-    const int n = s.list_size;
-    work.begin();
-    if (kHalf == 1 && n <= kRows) arrive(s.q_empty);
-    for (int begin = 0; begin < n; begin += 2 * kRows) {
-      const int odd = begin + kRows;
-      const At even_at = place;
-      place.advance();
-      const At odd_at = place;
-      if (odd < n) place.advance();
-      if constexpr (kHalf == 0) {
-        multiply_logits(even_at);
-        if (begin + 2 * kRows >= n) arrive(s.q_empty);  // q has been read for the last time
-        work.weigh(n - begin);
-        add(std::true_type{}, even_at, begin == 0);
-        if (odd < n) add_others(odd_at, false);
-      } else {
-        if (odd < n) multiply_logits(odd_at);
-        add_others(even_at, begin == 0);
-        if (odd >= n) continue;
-        if (odd + 2 * kRows >= n) arrive(s.q_empty);
-        work.weigh(n - odd);
-        add(std::true_type{}, odd_at, false);
-      }
-    }
-    work.finish(item / p.head_tiles, item % p.head_tiles * N, alternate);
-  }
-}
-
 template <int D, int N>
 __global__ void __launch_bounds__(kThreads, 1) attention_sm90_kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) char shared[];
   Shared90<D, N>& s = *reinterpret_cast<Shared90<D, N>*>(shared);
-  if (threadIdx.x == 0) {
-    s.q_full.init(kFeeders + 1);
-    s.q_empty.init(kConsumerWarps);
-    for (int i = 0; i < Shared90<D, N>::kStages * 2; ++i) {
-      s.full[i / 2][i % 2].init(kFeeders);
-      s.empty[i / 2][i % 2].init(kConsumerWarps / 2);
-    }
-    sm90::publish_barriers();
-  }
+  if (threadIdx.x == 0) s.barriers.init();
   __syncthreads();
   const int group = static_cast<int>(threadIdx.x) / 128;
   if (group == 0) {
-    sm90::leave_registers<56>();
-    feed(s, p);
+    sm90::leave_registers<40>();
+    feed<D>(s, p, [&](int64_t t, int tile, const List<bf16>&) {
+      const int head = tile * N + Sources<N>::mine();
+      Sources<N>(head < p.heads ? p.q + t * p.q_stride + head * D : zeros()).template copy<D / 64>(s.q, 0);
+    });
   } else if (group == 1) {
-    sm90::take_registers<224>();
-    attend<D, N, 0>(s, p);
+    sm90::take_registers<232>();
+    attend<0, std::conditional_t<N == kRows, Wide<D, 0>, Narrow<D, N, 0>>>(s, p);
   } else {
-    sm90::take_registers<224>();
-    attend<D, N, 1>(s, p);
+    sm90::take_registers<232>();
+    attend<1, std::conditional_t<N == kRows, Wide<D, 1>, Narrow<D, N, 1>>>(s, p);
   }
 }
 

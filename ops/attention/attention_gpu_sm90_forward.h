@@ -1,8 +1,8 @@
 #pragma once
-// The forward kernel's block: what it is given, what its warpgroups share, and how they meet. attention_gpu_sm90.cu has the walk over a list,
-// attention_gpu_sm90_wide.h and attention_gpu_sm90_narrow.h what one of the two multiplying warpgroups does with a piece.
+// The forward kernel's block: what it is given and what its warpgroups share. attention_gpu_sm90_wide.h and attention_gpu_sm90_narrow.h have what one of the two
+// multiplying warpgroups does with a piece.
 
-#include "ops/attention/attention_gpu_sm90_tiles.h"
+#include "ops/attention/attention_gpu_sm90_walk.h"
 #include "ops/fixed_math.h"
 
 namespace lockstep::gpu::sm90_attention::forward {
@@ -20,6 +20,8 @@ struct Problem {
   int64_t q_stride, o_stride, lse_stride;
   int heads, head_tiles, num_items;  // items: tiles of heads of all queries
   float scale;                       // times log2(e)
+  GPU_INLINE int64_t query(int item) const { return item / head_tiles; }
+  GPU_INLINE int tile(int item) const { return item % head_tiles; }
 };
 
 // N heads a tile. [2]: of even and odd pieces.
@@ -32,16 +34,9 @@ struct Shared90 {
   float highest[2][N], carried[2][N];
   float tops[2][4][N];       // a warp's largest logits, heads as columns
   float totals[2][2][4][N];  // sums of the weights, of alternate items
-  sm90::Barrier q_full, q_empty, full[kStages][2], empty[kStages][2];  // stages in halves of the channels
+  WalkBarriers<kStages> barriers;
   int list_size;  // goes with q
 };
-
-// Weights and statistics of a piece are there for both warpgroups; totals are.
-template <int kParity>
-GPU_INLINE void announce() { sm90::arrive_at(3 + kParity, 256); }
-template <int kParity>
-GPU_INLINE void await() { sm90::sync_at(3 + kParity, 256); }
-GPU_INLINE void sync_both() { sm90::sync_at(5, 256); }
 
 // What is left to do with the sums of even and odd pieces: the sink, the division, and the logarithm.
 struct Ending {

@@ -10,6 +10,7 @@ namespace lockstep::gpu::sm90_attention::forward {
 template <int D, int N, int kHalf>
 struct Narrow {
   static constexpr int kTiles = D / 128, kPairs = N / 8;  // tiles of 64 channels; pairs of heads a thread
+  static constexpr bool kKeepsHeads = false;
   using Memory = Shared90<D, N>;
   Memory& s;
   const Problem& p;
@@ -21,7 +22,7 @@ struct Narrow {
     const int thread = static_cast<int>(threadIdx.x) % 128;
     warp = thread / 32, lane = thread % 32, column = lane % 4 * 2;
   }
-  GPU_INLINE void begin() {
+  GPU_INLINE void begin(int64_t, int) {
 #pragma unroll
     for (int i = 0; i < 2 * kPairs; ++i) highest[i] = own_highest[i] = kNone, sum[i] = 0.0f;
   }
@@ -34,7 +35,7 @@ struct Narrow {
         sm90::MmaBf16<N, 0, 0>::run(logit, along_channels(rows + chunk * kChunk, k), along_channels(s.q + chunk * (N * 64), k), (half | i | k) != 0);
       }
   }
-  GPU_INLINE void weigh(int count) {
+  GPU_INLINE void weigh(int, int count) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (warp * 16 + 8 * r + lane / 4 >= count) {
@@ -95,7 +96,8 @@ struct Narrow {
       for (int tile = 0; tile < kTiles; ++tile)
         sm90::MmaBf16<N, 1, 0>::run(o[tile], across_channels(rows + (kHalf * kTiles + tile) * kChunk, k), along_channels(s.p[kOwn ? kHalf : kHalf ^ 1], k), !first || k > 0);
   }
-  GPU_INLINE void finish(int64_t t, int, int alternate) {
+  GPU_INLINE void leave(int, int) {}
+  GPU_INLINE void finish(int64_t t, int, unsigned alternate) {
 #pragma unroll
     for (int i = 0; i < 2 * kPairs; ++i) {
       float part = sum[i];

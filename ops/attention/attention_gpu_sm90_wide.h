@@ -9,19 +9,20 @@ namespace lockstep::gpu::sm90_attention::forward {
 template <int D, int kHalf>
 struct Wide {
   static constexpr int kColumns = D / 2;
+  static constexpr bool kKeepsHeads = false;
   using Memory = Shared90<D, kRows>;
   Memory& s;
   const Problem& p;
-  int lane, row, column;
+  int row, column;
   float o[kColumns / 2], logit[32], sum[2][4];           // sums of [head], rows 16 w to 16 w + 15
   float highest[2], carried[2];
   unsigned weight[16];                             // the accumulator's layout is the first operand's, in pairs
 
   GPU_INLINE Wide(Memory& s, const Problem& p) : s(s), p(p) {
     const int thread = static_cast<int>(threadIdx.x) % 128;
-    lane = thread % 32, row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
+    row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
   }
-  GPU_INLINE void begin() {
+  GPU_INLINE void begin(int64_t, int) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       highest[r] = kNone;
@@ -31,7 +32,6 @@ struct Wide {
     }
     __syncwarp();
   }
-  // Starts S over the channels of one half.
   GPU_INLINE void multiply_logits(const bf16* rows, int half) {
 #pragma unroll
     for (int i = 0; i < D / 128; ++i)
@@ -41,8 +41,7 @@ struct Wide {
         sm90::MmaBf16<kRows, 0, 0>::run(logit, along_channels(s.q + chunk, k), along_channels(rows + chunk, k), (half | i | k) != 0);
       }
   }
-  // Weights of `count` rows (or all), to the other warpgroup too.
-  GPU_INLINE void weigh(int count) {
+  GPU_INLINE void weigh(int, int count) {
     if (count < kRows) {
 #pragma unroll
       for (int i = 0; i < 32; ++i)
@@ -79,7 +78,6 @@ struct Wide {
     sm90::publish_stores();
     announce<kHalf>();
   }
-  // The other's statistics.
   GPU_INLINE void take() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) highest[r] = s.highest[kHalf ^ 1][row + 8 * r], carried[r] = s.carried[kHalf ^ 1][row + 8 * r];
@@ -98,7 +96,8 @@ struct Wide {
       else sm90::MmaBf16<kColumns, 0, 1>::run(o, along_channels(s.p[kHalf ^ 1], k), b, !first || k > 0);
     }
   }
-  GPU_INLINE void finish(int64_t t, int first_head, int alternate) {
+  GPU_INLINE void leave(int, int) {}
+  GPU_INLINE void finish(int64_t t, int tile, unsigned alternate) {
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -116,7 +115,7 @@ struct Wide {
     sync_both();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int head = first_head + row + 8 * r;
+      const int head = tile * kRows + row + 8 * r;
       if (head >= p.heads) continue;
       const Ending ending(s.totals[alternate][0][0][row + 8 * r] + s.totals[alternate][1][0][row + 8 * r], highest[r], p.sink[head]);
       if (p.lse != nullptr && kHalf == 0 && column == 0) p.lse[t * p.lse_stride + head] = ending.lse;
