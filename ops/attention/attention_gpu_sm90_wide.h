@@ -6,6 +6,20 @@
 
 namespace lockstep::gpu::sm90_attention::forward {
 
+// Among four threads: element i of thread j becomes element j of thread i.
+GPU_INLINE void transpose_of_four(unsigned (&v)[4]) {
+#pragma unroll
+  for (int mask = 1; mask <= 2; mask *= 2) {
+    const bool upper = (threadIdx.x & static_cast<unsigned>(mask)) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & mask) != 0) continue;
+      const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? v[i] : v[i + mask], mask);
+      (upper ? v[i] : v[i + mask]) = other;
+    }
+  }
+}
+
 template <int D, int kHalf>
 struct Wide {
   static constexpr int kColumns = D / 2;
@@ -116,13 +130,18 @@ struct Wide {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = tile * kRows + row + 8 * r;
-      if (head >= p.heads) continue;
-      const Ending ending(s.totals[alternate][0][0][row + 8 * r] + s.totals[alternate][1][0][row + 8 * r], highest[r], p.sink[head]);
-      if (p.lse != nullptr && kHalf == 0 && column == 0) p.lse[t * p.lse_stride + head] = ending.lse;
-      bf16* const to = p.o + t * p.o_stride + head * D + kHalf * kColumns + column;
+      const bool there = head < p.heads;
+      const Ending ending(s.totals[alternate][0][0][row + 8 * r] + s.totals[alternate][1][0][row + 8 * r], highest[r], there ? p.sink[head] : 0.0f);
+      if (there && p.lse != nullptr && kHalf == 0 && column == 0) p.lse[t * p.lse_stride + head] = ending.lse;
+      bf16* const to = p.o + t * p.o_stride + head * D + kHalf * kColumns + column * 4;
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j)
-        *reinterpret_cast<unsigned*>(to + 8 * j) = sm90::bf16_pair(o[4 * j + 2 * r] * ending.factor, o[4 * j + 2 * r + 1] * ending.factor);
+      for (int j = 0; j < kColumns / 8; j += 4) {  // a thread stores 8 channels in one
+        unsigned pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pair[i] = sm90::bf16_pair(o[4 * (j + i) + 2 * r] * ending.factor, o[4 * (j + i) + 2 * r + 1] * ending.factor);
+        transpose_of_four(pair);
+        if (there) *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      }
     }
   }
 };
