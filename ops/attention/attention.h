@@ -24,8 +24,9 @@
 //   Deterministic: one thread sums a sequence's key gradients over its queries in ascending order; sinks add over sequences in
 //   order. Two sequences of a call may not share a page.
 // On the GPU: the same bits for at most 512 channels. On Hopper, bf16 with 128, 256 or 512 channels (rows at multiples of 16 bytes) takes the tensor cores, with the
-//   order of attention_gpu_sm90.cu and attention_gpu_sm90_backward.cu: f32 sums in steps of 16, the softmax in pieces of 64 rows of the list, e_j and dl_j rounded to bf16.
-//   The row contract holds there too, and gradients are deterministic. Scratch of backward: up to 1 GiB.
+//   order of attention_gpu_sm90.cu and attention_gpu_sm90_backward.cu: f32 sums in steps of 16, the softmax in pieces of 64 rows of the list, the unit's exponential
+//   (2^-22 of the result), e_j and dl_j rounded to bf16. The row contract holds there too, a head's bits do not depend on how many there are, and gradients are
+//   deterministic. Scratch of backward: up to 1 GiB, and the output's gradient in bf16.
 // Scratch on the CPU, a worker: f32 copies, plain and transposed, of the rows of one tile of 32 queries (w + 31 window rows and the longest
 //   list of entries), and H * list length logits (twice that in backward).
 // Source: V4 spec 2.3, 2.5, 6.4.
