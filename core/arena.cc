@@ -43,6 +43,7 @@ Arena::Arena(std::string name, size_t reserve_bytes, Device device) : name_(std:
 
 Arena::~Arena() {
   if (device_ == Device::gpu) {
+    CHECK(!capturing(), "arena {} is released while a graph is captured", name_);
     device_memory::release(base_, reserve_);
   } else {
     permit(base_, std::min(high_ + kForbiddenAhead, reserve_));
@@ -58,7 +59,10 @@ void* Arena::allocate(size_t bytes, std::string_view name) {
   used_ += footprint(bytes);
   if (used_ > high_) {
     CHECK(!sealed_, "arena {} is sealed at {} bytes, '{}' would raise it to {}", name_, high_, name, used_);
-    if (device_ == Device::gpu) device_memory::commit(base_, used_);
+    if (device_ == Device::gpu) {
+      CHECK(!capturing(), "arena {}: '{}' raises its high mark from {} to {} bytes while a graph is captured; run the work once before", name_, name, high_, used_);
+      device_memory::commit(base_, used_);
+    }
     high_ = used_;
     if (device_ == Device::cpu) forbid(p, std::min(high_ + kForbiddenAhead, reserve_) - begin);
   }
@@ -71,6 +75,7 @@ void* Arena::allocate(size_t bytes, std::string_view name) {
 TensorView Arena::zeros(DType dtype, Shape shape, std::string_view name) {
   TensorView v = tensor(dtype, shape, name);
   if (device_ == Device::gpu) {
+    CHECK(!capturing(), "arena {}: '{}' is cleared, for which the host waits, while a graph is captured", name_, name);
     device_memory::clear(v.data, v.bytes());
   } else {
     std::memset(v.data, 0, v.bytes());

@@ -11,6 +11,10 @@ void check_like(ConstTensorView a, ConstTensorView b) {
         dtype_name(a.dtype), a.shape.str());
 }
 
+thread_local bool in_capture = false;
+
+void check_may(const char* what) { CHECK(!in_capture, "{} while a graph is captured, which can only hold launches, copies and zeros in the device's memory", what); }
+
 }  // namespace
 
 DeviceContext::DeviceContext(Device device, int num_threads, size_t workspace_reserve_bytes)
@@ -27,16 +31,42 @@ DeviceContext::~DeviceContext() {
 }
 
 void synchronize(Context& c) {
-  if (c.on_gpu()) device_memory::synchronize(c.stream);
+  if (!c.on_gpu()) return;
+  check_may("the host waits for the stream");
+  device_memory::synchronize(c.stream);
+}
+
+bool capturing() { return in_capture; }
+void DeviceGraph::begin(Context& c) {
+  CHECK(c.on_gpu() && c.stream != nullptr, "a graph is captured on a context of the {} {} a stream", device_name(c.device), c.stream == nullptr ? "without" : "with");
+  check_may("another graph is captured");
+  device_memory::begin_capture(c.stream);
+  in_capture = true;
+}
+DeviceGraph DeviceGraph::end(Context& c) {
+  in_capture = false;
+  DeviceGraph made;
+  made.graph_ = device_memory::end_capture(c.stream);
+  return made;
+}
+DeviceGraph::~DeviceGraph() {
+  if (graph_ != nullptr) device_memory::destroy_graph(graph_);
+}
+void DeviceGraph::run(Context& c) const {
+  CHECK(graph_ != nullptr, "a graph that was not captured is run");
+  check_may("a graph is run");
+  device_memory::run_graph(c.stream, graph_);
 }
 
 void copy_bytes(Context& c, void* to, const void* from, size_t bytes) {
   c.on_gpu() ? device_memory::copy(c.stream, to, from, bytes) : static_cast<void>(std::memcpy(to, from, bytes));
 }
 void upload_bytes(Context& c, void* to, const void* from_host, size_t bytes) {
+  check_may("the host's memory is uploaded");
   c.on_gpu() ? device_memory::upload(c.stream, to, from_host, bytes) : static_cast<void>(std::memcpy(to, from_host, bytes));
 }
 void download_bytes(Context& c, void* to_host, const void* from, size_t bytes) {
+  check_may("the device's memory is downloaded");
   c.on_gpu() ? device_memory::download(c.stream, to_host, from, bytes) : static_cast<void>(std::memcpy(to_host, from, bytes));
 }
 void set_zero(Context& c, TensorView v) {

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <string>
+#include <utility>
 
 #include "core/context.h"
 
@@ -36,6 +37,11 @@ void upload(void* stream, void* to, const void* from_host, size_t bytes);
 void download(void* stream, void* to_host, const void* from, size_t bytes);  // waits
 void clear(void* stream, void* p, size_t bytes);
 void synchronize(void* stream);
+// Between the two, what is enqueued is kept in the graph that the second returns, and not run.
+void begin_capture(void* stream);
+void* end_capture(void* stream);
+void run_graph(void* stream, void* graph);
+void destroy_graph(void* graph);
 }  // namespace device_memory
 
 // A context on either device with its own pool, workspace, host scratch and stream: what programs start from (CpuContext serves where the CPU is meant).
@@ -71,6 +77,35 @@ void download(Context& c, TensorView to_host, ConstTensorView from);  // waits
 void copy_bytes(Context& c, void* to, const void* from, size_t bytes);
 void upload_bytes(Context& c, void* to, const void* from_host, size_t bytes);
 void download_bytes(Context& c, void* to_host, const void* from, size_t bytes);
+
+// Work of a stream that is enqueued again as a whole, by one call instead of one for every kernel: launches, copies and zeros with the addresses and values that they were
+// captured with. What changes between runs must therefore be read from memory that stays where it is.
+class DeviceGraph {
+ public:
+  // What `work()` enqueues on the stream of c, a context on the GPU; nothing of it is run. It may not wait, upload, download, raise the high mark of an arena
+  // or capture: CHECKs name what it did. Work that was run once before raises no mark. Of other threads it stops only those that map or clear an arena's memory.
+  template <typename Work>
+  static DeviceGraph capture(Context& c, const Work& work) {
+    begin(c);
+    work();
+    return end(c);
+  }
+  DeviceGraph() = default;
+  ~DeviceGraph();
+  DeviceGraph(DeviceGraph&& other) noexcept : graph_(std::exchange(other.graph_, nullptr)) {}
+  DeviceGraph& operator=(DeviceGraph&& other) noexcept {
+    std::swap(graph_, other.graph_);
+    return *this;
+  }
+  bool empty() const { return graph_ == nullptr; }
+  void run(Context& c) const;  // on any stream of the device; does not wait
+
+ private:
+  static void begin(Context& c);
+  static DeviceGraph end(Context& c);
+  void* graph_ = nullptr;
+};
+bool capturing();  // by this thread
 
 // What a tensor of the context's memory holds, for the host to read: the tensor itself on the CPU, otherwise a copy in c.host, which the caller's scope
 // there releases.

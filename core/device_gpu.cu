@@ -93,7 +93,7 @@ struct Mapped {
   size_t reserved = 0, committed = 0;
   std::vector<std::pair<Handle, size_t>> pieces;
 };
-std::mutex mutex;
+std::mutex mutex;  // also held during a capture: what maps or clears memory, or waits for the whole device, would break it
 std::map<char*, Mapped>& arenas() {
   static auto* all = new std::map<char*, Mapped>;
   return *all;
@@ -103,8 +103,8 @@ size_t whole(size_t bytes) { return (bytes + kGrowth - 1) / kGrowth * kGrowth; }
 }  // namespace
 
 void* reserve(size_t bytes) {
-  RUN(GPU_API(Free)(nullptr));  // makes the context
   const std::lock_guard lock(mutex);
+  RUN(GPU_API(Free)(nullptr));  // makes the context
 #if defined(__HIP__)
   void* p = nullptr;
   RUN(hipMemAddressReserve(&p, whole(bytes), 0, nullptr, 0));
@@ -176,10 +176,27 @@ void download(void* stream, void* to_host, const void* from, size_t bytes) {
 }
 void clear(void* stream, void* p, size_t bytes) { RUN(GPU_API(MemsetAsync)(p, 0, bytes, as_stream(stream))); }
 void clear(void* p, size_t bytes) {
+  const std::lock_guard lock(mutex);
   RUN(GPU_API(Memset)(p, 0, bytes));
   RUN(GPU_API(DeviceSynchronize)());
 }
 void synchronize(void* stream) { RUN(GPU_API(StreamSynchronize)(as_stream(stream))); }
+
+void begin_capture(void* stream) {
+  mutex.lock();
+  RUN(GPU_API(StreamBeginCapture)(as_stream(stream), GPU_API(StreamCaptureModeThreadLocal)));
+}
+void* end_capture(void* stream) {
+  GPU_API(Graph_t) graph;
+  RUN(GPU_API(StreamEndCapture)(as_stream(stream), &graph));
+  GPU_API(GraphExec_t) made;
+  RUN(GPU_API(GraphInstantiateWithFlags)(&made, graph, 0));
+  RUN(GPU_API(GraphDestroy)(graph));
+  mutex.unlock();
+  return made;
+}
+void run_graph(void* stream, void* graph) { RUN(GPU_API(GraphLaunch)(static_cast<GPU_API(GraphExec_t)>(graph), as_stream(stream))); }
+void destroy_graph(void* graph) { RUN(GPU_API(GraphExecDestroy)(static_cast<GPU_API(GraphExec_t)>(graph))); }
 
 }  // namespace device_memory
 

@@ -4,8 +4,11 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "core/device.h"
 #include "core/simt.h"
@@ -78,9 +81,11 @@ void release(void* base, size_t bytes) {
   r.committed.erase(static_cast<char*>(base));
   munmap(base, bytes);
 }
-void copy(void*, void* to, const void* from, size_t bytes) {
-  const simt::DeviceAccess access;
-  std::memcpy(to, from, bytes);
+void copy(void* stream, void* to, const void* from, size_t bytes) {
+  simt::enqueue(stream, [=] {
+    const simt::DeviceAccess access;
+    std::memcpy(to, from, bytes);
+  });
 }
 void upload(void* stream, void* to, const void* from_host, size_t bytes) { copy(stream, to, from_host, bytes); }
 void download(void* stream, void* to_host, const void* from, size_t bytes) { copy(stream, to_host, from, bytes); }
@@ -88,12 +93,26 @@ void clear(void* p, size_t bytes) {
   const simt::DeviceAccess access;
   std::memset(p, 0, bytes);
 }
-void clear(void*, void* p, size_t bytes) { clear(p, bytes); }
+void clear(void* stream, void* p, size_t bytes) {
+  simt::enqueue(stream, [=] { clear(p, bytes); });
+}
 void synchronize(void*) {}
+
+using Graph = std::vector<std::function<void()>>;
+void begin_capture(void* stream) { static_cast<simt::Stream*>(stream)->captures = true; }
+void* end_capture(void* stream) {
+  auto* const s = static_cast<simt::Stream*>(stream);
+  s->captures = false;
+  return new Graph(std::exchange(s->kept, {}));
+}
+void run_graph(void*, void* graph) {
+  for (const auto& work : *static_cast<Graph*>(graph)) work();
+}
+void destroy_graph(void* graph) { delete static_cast<Graph*>(graph); }
 
 }  // namespace device_memory
 
-void* make_stream() { return nullptr; }
-void destroy_stream(void*) {}
+void* make_stream() { return new simt::Stream; }
+void destroy_stream(void* stream) { delete static_cast<simt::Stream*>(stream); }
 
 }  // namespace lockstep

@@ -51,6 +51,69 @@ TEST(Device, CpuContextsCopyInPlace) {
   EXPECT_EQ(on_device(c, b, arena).data, b.data);
 }
 
+TEST(DeviceGraph, RunsOnWhatMemoryHoldsThen) {
+  DeviceContext gpu(Device::gpu);
+  Context& c = gpu;
+  Arena arena("test", size_t{1} << 20, Device::gpu);
+  const TensorView a = arena.zeros(DType::i32, {1000}, "a"), b = arena.zeros(DType::i32, {1000}, "b"), cleared = arena.zeros(DType::i32, {1000}, "cleared");
+  std::vector<int32_t> numbers(1000), back(1000);
+  const TensorView host(numbers.data(), DType::i32, {1000}), to(back.data(), DType::i32, {1000});
+  const auto put = [&](TensorView v, int32_t first) {
+    std::iota(numbers.begin(), numbers.end(), first);
+    upload(c, v, host);
+  };
+  const auto last = [&](TensorView v) {
+    download(c, to, v);
+    return back.back();
+  };
+  put(a, 1);
+  put(cleared, 1);
+  DeviceGraph captured = DeviceGraph::capture(c, [&] {
+    EXPECT_TRUE(capturing());
+    const ArenaScope scope(*c.workspace);
+    copy(c, b, a);
+    set_zero(c, cleared);
+  });
+  EXPECT_FALSE(capturing());
+  EXPECT_EQ(last(b), 0);  // nothing has run
+  EXPECT_EQ(last(cleared), 1000);
+  const DeviceGraph graph = std::move(captured);
+  EXPECT_TRUE(captured.empty());
+  for (const int32_t first : {1, 50, 7}) {
+    put(a, first);
+    put(cleared, first);
+    graph.run(c);
+    EXPECT_EQ(last(b), first + 999);
+    EXPECT_EQ(last(cleared), 0);
+  }
+  put(a, 3);
+  EXPECT_EQ(last(b), 7 + 999);  // not again by itself
+}
+
+TEST(DeviceGraphDeath, WhatAGraphCannotHoldIsNamed) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  DeviceContext gpu(Device::gpu);
+  CpuContext cpu;
+  Context& c = gpu;
+  Arena arena("test", size_t{1} << 30, Device::gpu);
+  const TensorView v = arena.zeros(DType::i32, {10}, "v");
+  std::vector<int32_t> numbers(10);
+  const TensorView host(numbers.data(), DType::i32, {10});
+  const auto while_captured = [&](const auto& work) { return DeviceGraph::capture(c, work); };
+  EXPECT_DEATH(while_captured([&] { synchronize(c); }), "the host waits for the stream while a graph is captured");
+  EXPECT_DEATH(while_captured([&] { upload(c, v, host); }), "uploaded while a graph is captured");
+  EXPECT_DEATH(while_captured([&] { download(c, host, v); }), "downloaded while a graph is captured");
+  EXPECT_DEATH(while_captured([&] { arena.tensor(DType::i32, {1 << 20}, "more"); }), "arena test: 'more' raises its high mark");
+  EXPECT_DEATH(while_captured([&] {
+                 arena.release(0);
+                 arena.zeros(DType::i32, {10}, "again");
+               }),
+               "arena test: 'again' is cleared");
+  EXPECT_DEATH(while_captured([&] { while_captured([] {}); }), "another graph is captured");
+  EXPECT_DEATH(DeviceGraph::capture(cpu, [] {}), "captured on a context of the cpu");
+  EXPECT_DEATH(DeviceGraph().run(c), "not captured is run");
+}
+
 TEST(DeviceDeath, HostReadsOfDeviceMemoryStop) {
   if (!device_info().emulated) GTEST_SKIP() << "the driver maps device memory as it likes";
   Arena arena("test", size_t{1} << 20, Device::gpu);

@@ -27,6 +27,7 @@
 #else
 #define LOCKSTEP_GPU_SIMT 1
 #include <cmath>
+#include <tuple>
 
 #include "core/simt.h"
 #endif
@@ -293,19 +294,21 @@ struct Grid {
   size_t shared_bytes = 0;
 };
 
-// Enqueues a kernel on the context's stream (the executor runs it at once).
+// Enqueues a kernel on the context's stream (the executor runs it at once, but while a graph is captured).
 template <typename... Parameters, typename... Arguments>
 void launch(Context& c, const char* name, const Grid& grid, void (*kernel)(Parameters...), const Arguments&... arguments) {
   if (grid.blocks == 0 || grid.blocks_y == 0) return;
   GPU_CHECK(grid.shared_bytes <= kSharedBytesMax, "%s: %zu bytes of shared memory, a block has %zu", name, grid.shared_bytes, kSharedBytesMax);
 #if LOCKSTEP_GPU_SIMT
-  const simt::DeviceAccess access;
-  simt::run({.kernel = name,
-             .grid = {static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.blocks_y)},
-             .block = {static_cast<unsigned>(grid.threads)},
-             .shared_bytes = grid.shared_bytes,
-             .wave = kWave},
-            simt::Body([&] { kernel(static_cast<Parameters>(arguments)...); }));
+  simt::enqueue(c.stream, [name, grid, kernel, values = std::tuple<Parameters...>(static_cast<Parameters>(arguments)...)] {
+    const simt::DeviceAccess access;
+    simt::run({.kernel = name,
+               .grid = {static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.blocks_y)},
+               .block = {static_cast<unsigned>(grid.threads)},
+               .shared_bytes = grid.shared_bytes,
+               .wave = kWave},
+              simt::Body([&] { std::apply(kernel, values); }));
+  });
 #else
   const dim3 blocks(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.blocks_y));
 #if LOCKSTEP_GPU_CUDA

@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,18 @@ class Body {
 
 // Runs `body` in every thread of every block. What is found wrong aborts the program with the message, unless a Findings is alive on this host thread.
 void run(const Launch& launch, Body body);
+
+// A queue of work, which runs at once, or while a graph is captured (core/device.h) is kept and not run.
+struct Stream {
+  bool captures = false;
+  std::vector<std::function<void()>> kept;
+};
+template <typename Work>
+void enqueue(void* stream, const Work& work) {
+  auto* const s = static_cast<Stream*>(stream);
+  if (s != nullptr && s->captures) s->kept.emplace_back(work);
+  else work();
+}
 
 // While one lives, on any host thread, device memory (core/device.h) may be touched.
 class DeviceAccess {

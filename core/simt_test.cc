@@ -147,6 +147,27 @@ TEST(SimtFindings, ABarrierThatSomeNeverReach) {
   EXPECT_TRUE(found(f, "1 of 192 threads returned"));
 }
 
+void add_kernel(int* to, const int* from, int amount) { to[gpu::thread_x()] = from[gpu::thread_x()] + amount; }
+
+TEST(Simt, ACapturedLaunchKeepsItsArgumentsAndReadsMemoryWhenItRuns) {
+  simt::Stream stream;
+  Context c{.stream = &stream};
+  int from[4] = {1, 2, 3, 4}, to[4] = {};
+  const auto add = [&](int amount) { gpu::launch(c, "add", {.blocks = 1, .threads = 4}, add_kernel, &to[0], &from[0], amount); };
+  stream.captures = true;
+  int amount = 10;
+  add(amount);
+  amount = 100;
+  stream.captures = false;
+  EXPECT_EQ(to[3], 0);
+  from[3] = 7;
+  ASSERT_EQ(stream.kept.size(), 1u);
+  stream.kept[0]();
+  EXPECT_EQ(to[3], 17);
+  add(amount);
+  EXPECT_EQ(to[3], 107);
+}
+
 TEST(SimtFindings, TwoBarriersAtOnce) {
   Findings f;
   launch({.kernel = "branches", .block = {4}}, [] {
