@@ -19,13 +19,16 @@ BatchBuilder::BatchBuilder(const ModelConfig& config, int64_t page_tokens) : con
   batch_.entries.resize(static_cast<size_t>(config.num_layers()));
 }
 
-const SequenceBatch& BatchBuilder::build(Context& c, Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted) {
+const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted) { return build(arena, rows, wanted, 0); }
+
+const SequenceBatch& BatchBuilder::build(Context& c, Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted, int64_t longest) {
+  CHECK(longest == 0 || c.on_gpu(), "a batch for positions below {} is padded for the CPU, whose ops take none", longest);
   if (!c.on_gpu()) return build(arena, rows, wanted);
   // All arrays lie one behind the other in host scratch; each view then moves to the same place of the copy.
   const ArenaScope scope(*c.host);
   const size_t begin = c.host->mark();
   const char* const host = static_cast<const char*>(c.host->allocate(0, "batch"));
-  build(*c.host, rows, wanted);
+  build(*c.host, rows, wanted, longest);
   const size_t bytes = c.host->mark() - begin;
   char* const device = static_cast<char*>(arena.allocate(bytes, "batch"));
   upload_bytes(c, device, host, bytes);
@@ -39,7 +42,7 @@ const SequenceBatch& BatchBuilder::build(Context& c, Arena& arena, std::span<con
   return batch_;
 }
 
-const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted) {
+const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted, int64_t padded_longest) {
   const int64_t num_sequences = static_cast<int64_t>(rows.size());
   int64_t num_tokens = 0, longest = 0;
   size_t max_pages = 0;
@@ -52,6 +55,12 @@ const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceR
     num_tokens += static_cast<int64_t>(r.tokens.size());
     longest = std::max(longest, r.first_position + static_cast<int64_t>(r.tokens.size()));
     max_pages = std::max(max_pages, r.pages.size());
+  }
+  if (padded_longest > 0) {
+    CHECK(longest <= padded_longest && num_tokens == num_sequences, "{} tokens of {} sequences, positions below {}, padded to positions below {}", num_tokens,
+          num_sequences, longest, padded_longest);
+    longest = padded_longest;
+    max_pages = static_cast<size_t>((longest + page_tokens_ - 1) / page_tokens_);
   }
   IntBuilder tokens(arena, num_tokens, "batch.tokens"), token_seq(arena, num_tokens, "batch.token_seq"),
       token_pos(arena, num_tokens, "batch.token_pos"), seq_row(arena, num_sequences + 1, "batch.seq_row"),
@@ -99,6 +108,7 @@ const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceR
       CHECK(static_cast<int64_t>(r.pages.size()) * page_tokens_ >= end_entry(r) * m, "{} pages of {} positions for {} entries of ratio {}",
             r.pages.size(), page_tokens_, end_entry(r), m);
     }
+    if (padded_longest > 0 && out.num_entries > 0) out.num_entries = num_sequences;
     IntBuilder seq(arena, out.num_entries, "batch.entry_seq"), idx(arena, out.num_entries, "batch.entry_idx"),
         pos(arena, out.num_entries, "batch.entry_pos"), first(arena, num_sequences + 1, "batch.entry_first");
     int64_t e = 0;
@@ -112,6 +122,10 @@ const SequenceBatch& BatchBuilder::build(Arena& arena, std::span<const SequenceR
       }
     }
     first.p[num_sequences] = static_cast<int32_t>(e);
+    for (; e < out.num_entries; ++e) {  // padding
+      seq.p[e] = -1;
+      idx.p[e] = pos.p[e] = 0;
+    }
     out.seq = seq.view;
     out.idx = idx.view;
     out.pos = pos.view;

@@ -36,11 +36,15 @@ class BatchBuilder {
   BatchBuilder(const ModelConfig& config, int64_t page_tokens);
   // Checks token ids and positions (CHECK), packs `rows` into `arena`. The result is overwritten by the next build.
   const SequenceBatch& build(Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted);
-  // The same for an arena of c's device: to the GPU it goes as one copy.
-  const SequenceBatch& build(Context& c, Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted);
+  // The same for an arena of c's device: to the GPU it goes as one copy. With `longest`, which no position reaches, and a token for each sequence, on the GPU, the shape of
+  // what is built depends on `longest`, the number of rows and which ratios have entries alone: the page table is as wide as `longest` may need, and entries, where there are any,
+  // are padded to one for each sequence.
+  const SequenceBatch& build(Context& c, Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted, int64_t longest = 0);
   int64_t page_tokens() const { return page_tokens_; }
 
  private:
+  const SequenceBatch& build(Arena& arena, std::span<const SequenceRows> rows, WantedRows wanted, int64_t padded_longest);
+
   const ModelConfig& config_;
   int64_t page_tokens_;
   SequenceBatch batch_;

@@ -5,7 +5,7 @@
 //   ape  [m, c*dc] f32, added to the gate by position mod m
 //   ring [slots, c*m, 2*c*dc] f32: proj rows of earlier positions at position mod (c*m) (kept by ring_update); may be empty when every
 //        sequence starts at 0
-//   pooled [E, dc] f32 | bf16: one row an entry of `entries`, before norm and rotation
+//   pooled [E, dc] f32 | bf16: one row an entry of `entries`, before norm and rotation; zeros for padding
 // Entry s, overlapping: slots 0..m-1 are half A (channels [0, dc)) of tokens (s-1)m .. sm-1, slots m..2m-1 half B ([dc, 2dc)) of tokens
 //   sm .. sm+m-1; for s = 0 the first m slots are absent. Not overlapping: m slots, tokens sm .. sm+m-1.
 //   a = softmax over slots of (gate + ape), pooled = sum_slots a * kv, channel by channel.

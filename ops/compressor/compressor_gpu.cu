@@ -78,7 +78,7 @@ GPU_KERNEL compress_kernel(T* pooled, int64_t stride, Problem p) {
   const int64_t e = block_x();
   const int i = block_y() * kThreads + thread_x();
   if (i >= p.width) return;
-  pooled[e * stride + i] = from_f32<T>(pool(Slots(p, e), p.ape, i).pooled);
+  pooled[e * stride + i] = from_f32<T>(p.entries.seq[e] < 0 ? 0.0f : pool(Slots(p, e), p.ape, i).pooled);
 }
 
 GPU_KERNEL compress_backward_kernel(float* dproj, int64_t dproj_stride, const float* dpooled, int64_t dpooled_stride, Problem p) {

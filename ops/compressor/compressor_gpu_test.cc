@@ -58,6 +58,23 @@ TEST(CompressorGpu, HasTheCpusBitsHoweverRowsCome) {
       }
 }
 
+TEST(CompressorGpu, PaddingIsZero) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  constexpr int64_t kPadding = 3;
+  const CompressorShape shape = {.ratio = 4, .overlap = true, .width = 20};
+  const SequenceSet set = testing::make_sequence_set(1, {3, 9, 16}, 12);
+  Call call(set, testing::packed_parts(set), /*with_slots=*/false);
+  const EntryView entries = call.entries(shape.ratio);
+  const Tensor proj = random_tensor(2, DType::f32, {set.num_rows, shape.proj_width()}), ape = random_tensor(3, DType::f32, {shape.ratio, shape.halves() * shape.width});
+  const Tensor want(DType::bf16, {entries.num_entries + kPadding, shape.width});
+  const TensorView got = gpu.make(DType::bf16, want.view().shape);
+  std::memset(want.view().data, 0, want.view().bytes());
+  compress(cpu, want.view().slice(0, entries.num_entries), proj, ape, ConstTensorView(), entries, call.view(), shape);
+  compress(gpu, got, gpu.put(proj), gpu.put(ape), ConstTensorView(), testing::put_padded_entries(gpu, entries, kPadding), testing::put_sequences(gpu, call.view()), shape);
+  EXPECT_EQ(count_bit_differences(gpu.get(got), want), 0);
+}
+
 TEST(CompressorGpu, BackwardHasTheCpusBits) {
   for (const Config& config : configs()) {
     CpuContext cpu;

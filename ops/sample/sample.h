@@ -16,7 +16,7 @@
 //   sample_idx, position)[0]); the first id whose running sum of weights exceeds u * total. Both comparisons are of sums and products in f64.
 // Logits are finite; NaN among them still gives a valid id, with logprob NaN unless a filter took the NaN out.
 // The result is a function of the row and its params alone. V is at most kSampleVocabMax. Source: rl spec 3.
-// Scratch: V * 12 bytes a worker; on the GPU V * 12 bytes for each row with a filter or forbid, of up to 128 at a time.
+// Scratch: V * 12 bytes a worker; on the GPU, if a row has a filter or forbid, V * 12 bytes for each row, of up to 128 at a time.
 
 #include "core/context.h"
 
@@ -37,5 +37,12 @@ struct SampleParams {
 inline constexpr int64_t kSampleVocabMax = int64_t{1} << 22;  // so many weights of 2^40 fit in 64 bits
 
 void sample(Context& c, TensorView token, TensorView logprob, ConstTensorView logits, const SampleParams* params);
+
+// On the GPU, the same in two steps, for a caller whose kernels are enqueued again and again (DeviceGraph) and read other params each time. pack_sample_params writes, on the
+// host, params of rows as kernels read them; the caller brings them to the context's memory. Which kernels are needed the filters say: `some` serves every mixture.
+enum class SampleFilters : uint8_t { none, some, all };  // how many rows have a filter or forbid
+inline constexpr int64_t kSampleParamWords = 9;
+SampleFilters pack_sample_params(TensorView packed, const SampleParams* params, int64_t vocab);  // packed [R * kSampleParamWords] i32
+void sample(Context& c, TensorView token, TensorView logprob, ConstTensorView logits, ConstTensorView packed, SampleFilters filters);
 
 }  // namespace lockstep

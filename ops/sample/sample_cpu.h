@@ -31,7 +31,8 @@ void sample(Context& c, TensorView token, TensorView logprob, ConstTensorView lo
 }  // namespace reference
 
 namespace device {
-void sample(Context& c, TensorView token, TensorView logprob, ConstTensorView logits, const SampleParams* params);
+SampleFilters pack_sample_params(TensorView packed, const SampleParams* params, int64_t vocab);
+void sample(Context& c, TensorView token, TensorView logprob, ConstTensorView logits, ConstTensorView packed, SampleFilters filters);
 }  // namespace device
 
 }  // namespace lockstep

@@ -7,9 +7,7 @@
 
 #include <bit>
 #include <limits>
-#include <vector>
 
-#include "core/device.h"
 #include "core/gpu_check.h"
 #include "ops/logprob/logprob.h"
 #include "ops/row_gpu.h"
@@ -207,15 +205,16 @@ inline constexpr int kFilterThreadsMax = 512;
 inline constexpr int kReduceWords = kDigits * (kFilterThreadsMax / 32 + 1), kGroupWords = kFilterThreadsMax / kTreeLanes + 2;
 inline constexpr size_t kFilterShared = (kReduceWords + 2 * kGroupWords) * sizeof(uint64_t);
 
-// A thread block a row of `which`.
+// A thread block a row from `first_row` on; those without a filter have nothing to do.
 GPU_KERNEL GPU_BOUNDS(kFilterThreadsMax)
-filter_kernel(int32_t* token, float* logprob, const int32_t* which, const Row* params, const float* logits, int64_t stride, uint32_t* keys, float* es,
+filter_kernel(int32_t* token, float* logprob, int64_t first_row, const Row* params, const float* logits, int64_t stride, uint32_t* keys, float* es,
               int32_t* ids, int64_t vocab) {
+  const int64_t r = first_row + block_x();
+  const Row p = params[r];
+  if (p.filtered == 0) return;
   SharedMemory memory;
   const FilterRow s = {keys + block_x() * vocab, es + block_x() * vocab, ids + block_x() * vocab, vocab, memory.take<uint64_t>(kReduceWords)};
   const auto starts = memory.take<uint64_t>(kGroupWords), before = memory.take<uint64_t>(kGroupWords);
-  const int64_t r = which[block_x()];
-  const Row p = params[r];
   const float* const x = logits + r * stride;
 
   uint64_t top = 0;
@@ -298,54 +297,50 @@ filter_kernel(int32_t* token, float* logprob, const int32_t* which, const Row* p
 
 }  // namespace
 
-void sample(Context& c, TensorView token, TensorView logprob, ConstTensorView logits, const SampleParams* params) {
-  const int64_t rows = logits.rows(), vocab = logits.dim(1), chunk = vocab_chunk(vocab), chunks = vocab_chunks(vocab);
-  if (rows == 0) return;
-  GPU_CHECK(token.contiguous() && logprob.contiguous(), "sample: tokens or log-probabilities with a stride");
-  std::vector<Row> host(static_cast<size_t>(rows));
-  std::vector<float> temperatures(static_cast<size_t>(rows));
-  std::vector<int32_t> filtered;
+// Rows, then their temperatures again, as row_stats takes them.
+SampleFilters pack_sample_params(TensorView packed, const SampleParams* params, int64_t vocab) {
+  static_assert(sizeof(Row) + sizeof(float) == kSampleParamWords * sizeof(int32_t));
+  const int64_t rows = packed.dim(0) / kSampleParamWords;
+  auto* const to = static_cast<Row*>(packed.data);
+  auto* const temperatures = reinterpret_cast<float*>(to + rows);
+  int64_t num_filtered = 0;
   for (int64_t r = 0; r < rows; ++r) {
     const SampleParams& p = params[r];
     const bool filters = truncates(p, vocab) || p.forbid >= 0;
-    temperatures[static_cast<size_t>(r)] = temperature_of(p);
-    host[static_cast<size_t>(r)] = {temperature_of(p), p.top_p, p.min_p, uniform_of(p), p.top_k, p.forbid, is_greedy(p), filters};
-    if (filters) filtered.push_back(static_cast<int32_t>(r));
+    to[r] = {temperature_of(p), p.top_p, p.min_p, uniform_of(p), p.top_k, p.forbid, is_greedy(p), filters};
+    temperatures[r] = temperature_of(p);
+    num_filtered += filters;
   }
-  const auto num_filtered = static_cast<int64_t>(filtered.size());
+  return num_filtered == 0 ? SampleFilters::none : num_filtered < rows ? SampleFilters::some : SampleFilters::all;
+}
 
+void sample(Context& c, TensorView token, TensorView logprob, ConstTensorView logits, ConstTensorView packed, SampleFilters filters) {
+  const int64_t rows = logits.rows(), vocab = logits.dim(1), chunk = vocab_chunk(vocab), chunks = vocab_chunks(vocab);
+  GPU_CHECK(token.contiguous() && logprob.contiguous(), "sample: tokens or log-probabilities with a stride");
   ArenaScope scope(*c.workspace);
-  const auto put = [&](const auto& values) {
-    using T = std::decay_t<decltype(values[0])>;
-    const size_t bytes = values.size() * sizeof(T);
-    void* const p = c.workspace->allocate(bytes, "sample params");
-    if (bytes > 0) upload_bytes(c, p, values.data(), bytes);
-    return static_cast<T*>(p);
-  };
-  const Row* const device_params = put(host);
+  const auto* const params = static_cast<const Row*>(packed.data);
   int32_t* const tokens = token.ptr<int32_t>();
   float* const logprobs = logprob.ptr<float>();
-  if (num_filtered < rows) {
-    const TensorView temperature(put(temperatures), DType::f32, {rows});
+  if (filters != SampleFilters::all) {
+    const ConstTensorView temperature(params + rows, DType::f32, {rows});
     const TensorView max = c.workspace->tensor(DType::f32, {rows}, "sample max"), lse = c.workspace->tensor(DType::f32, {rows}, "sample lse");
     const auto sums = static_cast<uint64_t*>(c.workspace->allocate(static_cast<size_t>(rows * chunks) * sizeof(uint64_t), "sample chunks"));
     row_stats(c, max, lse, logits, temperature);
-    launch(c, "sample_weights", {.blocks = blocks_for(rows * chunks, kRowsABlock), .threads = kRowThreads}, chunk_weights_kernel, sums, device_params,
+    launch(c, "sample_weights", {.blocks = blocks_for(rows * chunks, kRowsABlock), .threads = kRowThreads}, chunk_weights_kernel, sums, params,
            max.ptr<float>(), logits.ptr<float>(), logits.row_stride, rows, vocab, chunk, chunks);
-    launch(c, "sample_draw", {.blocks = rows, .threads = kWave}, draw_kernel, tokens, logprobs, sums, device_params, max.ptr<float>(), lse.ptr<float>(),
+    launch(c, "sample_draw", {.blocks = rows, .threads = kWave}, draw_kernel, tokens, logprobs, sums, params, max.ptr<float>(), lse.ptr<float>(),
            logits.ptr<float>(), logits.row_stride, vocab, chunk, chunks);
   }
-  if (num_filtered == 0) return;
+  if (filters == SampleFilters::none) return;
   constexpr int64_t kRowsAtOnce = 128;
-  const int32_t* const which = put(filtered);
-  const int64_t scratch_rows = std::min(num_filtered, kRowsAtOnce);
+  const int64_t scratch_rows = std::min(rows, kRowsAtOnce);
   const auto keys = static_cast<uint32_t*>(c.workspace->tensor(DType::i32, {scratch_rows, vocab}, "sample order").data);
   float* const es = c.workspace->tensor(DType::f32, {scratch_rows, vocab}, "sample weights").ptr<float>();
   int32_t* const ids = c.workspace->tensor(DType::i32, {scratch_rows, vocab}, "sample ids").ptr<int32_t>();
   const int threads = vocab < 8192 ? 128 : kFilterThreadsMax;
-  for (int64_t first = 0; first < num_filtered; first += kRowsAtOnce)
-    launch(c, "sample_filter", {.blocks = std::min(kRowsAtOnce, num_filtered - first), .threads = threads, .shared_bytes = kFilterShared}, filter_kernel,
-           tokens, logprobs, which + first, device_params, logits.ptr<float>(), logits.row_stride, keys, es, ids, vocab);
+  for (int64_t first = 0; first < rows; first += kRowsAtOnce)
+    launch(c, "sample_filter", {.blocks = std::min(kRowsAtOnce, rows - first), .threads = threads, .shared_bytes = kFilterShared}, filter_kernel, tokens, logprobs,
+           first, params, logits.ptr<float>(), logits.row_stride, keys, es, ids, vocab);
 }
 
 }  // namespace lockstep::device

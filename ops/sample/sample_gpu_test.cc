@@ -59,6 +59,32 @@ TEST(SampleGpu, DrawsTheCpusTokens) {
     }
 }
 
+// Kernels for `some` serve rows of which none or all have a filter.
+TEST(SampleGpu, PackedParamsOfAnyMixture) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  const int64_t rows = 7, vocab = 300;
+  const Tensor logits = random_tensor(8, DType::f32, {rows, vocab}, 4.0f);
+  const TensorView glogits = gpu.put(logits);
+  const auto with_filters = [&](int64_t first) {
+    std::vector<SampleParams> params(static_cast<size_t>(rows));
+    for (int64_t r = 0; r < rows; ++r) params[static_cast<size_t>(r)] = {.top_k = r >= first ? 20 : 0, .seed = 5, .position = static_cast<uint32_t>(r)};
+    return params;
+  };
+  for (const auto& [first, filters] : {std::pair{rows, SampleFilters::none}, {3, SampleFilters::some}, {0, SampleFilters::all}}) {
+    const std::vector<SampleParams> params = with_filters(first);
+    const Tensor token(DType::i32, {rows}), logprob(DType::f32, {rows}), packed(DType::i32, {rows * kSampleParamWords});
+    sample(cpu, token, logprob, logits, params.data());
+    EXPECT_EQ(pack_sample_params(packed, params.data(), vocab), filters);
+    for (const SampleFilters launched : {filters, SampleFilters::some}) {
+      const TensorView gtoken = gpu.make(DType::i32, {rows}), glogprob = gpu.make(DType::f32, {rows});
+      sample(gpu, gtoken, glogprob, glogits, gpu.put(packed), launched);
+      EXPECT_EQ(count_bit_differences(gpu.get(gtoken), token), 0);
+      EXPECT_EQ(count_bit_differences(gpu.get(glogprob), logprob), 0);
+    }
+  }
+}
+
 // Threads a row change with the vocabulary.
 TEST(SampleGpu, FiltersALongVocabulary) {
   CpuContext cpu;

@@ -27,13 +27,13 @@ struct SequenceView {
 };
 
 // The entries that complete inside this call, for one ratio m: entry e covers positions [idx*m, idx*m + m) of its sequence.
-// Ordered by sequence, then by index.
+// Ordered by sequence, then by index. On the GPU padding of sequence -1 may follow, so that calls with fewer entries have the same shape: it is stored nowhere.
 struct EntryView {
-  int64_t num_entries = 0;   // E, may be 0
+  int64_t num_entries = 0;   // E, may be 0; padding included
   ConstTensorView seq;       // [E] i32
   ConstTensorView idx;       // [E] i32  index within the sequence
   ConstTensorView pos;       // [E] i32  idx * m: the position the entry is rotated at
-  ConstTensorView seq_first; // [S + 1] i32  first entry of each sequence in this call, then E
+  ConstTensorView seq_first; // [S + 1] i32  first entry of each sequence in this call, then E without padding
 };
 
 // Position of the last row of sequence `s`.

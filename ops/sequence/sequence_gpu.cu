@@ -32,7 +32,9 @@ struct InStore {
   int64_t row_bytes, kept_bytes;
   int per_page;
   GPU_INLINE bool operator()(int64_t e, Place* p) const {
-    *p = {e * row_bytes, entry_row(seq, per_page, entries.seq[e], entries.idx[e]) * kept_bytes};
+    const int s = entries.seq[e];
+    if (s < 0) return false;  // padding
+    *p = {e * row_bytes, entry_row(seq, per_page, s, entries.idx[e]) * kept_bytes};
     return true;
   }
   int64_t strides() const { return row_bytes | kept_bytes; }

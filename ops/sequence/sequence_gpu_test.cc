@@ -47,6 +47,20 @@ TEST(SequenceGpu, RingAndStoreAreTheCpus) {
         }
 }
 
+TEST(SequenceGpu, PaddingOfEntriesIsStoredNowhere) {
+  constexpr int64_t kPageTokens = 12, kRatio = 4, kPerPage = kPageTokens / kRatio, kWidth = 9, kPadding = 3;
+  const SequenceSet set = testing::make_sequence_set(6, {23, 3, 40}, kPageTokens);
+  CpuContext cpu;
+  testing::Gpu gpu;
+  Call call(set, testing::packed_parts(set));
+  const EntryView entries = call.entries(kRatio);
+  const Tensor store = testing::random_tensor(7, DType::f32, {set.num_pages * kPerPage, kWidth}), rows = testing::random_tensor(8, DType::f32, {entries.num_entries + kPadding, kWidth});
+  const TensorView gstore = gpu.put(store);
+  entries_scatter(cpu, store, rows.view().slice(0, entries.num_entries), entries, call.view(), kPerPage);
+  entries_scatter(gpu, gstore, gpu.put(rows), testing::put_padded_entries(gpu, entries, kPadding), testing::put_sequences(gpu, call.view()), kPerPage);
+  EXPECT_EQ(count_bit_differences(gpu.get(gstore), store), 0);
+}
+
 // The rows of the CPU's slice, at the same positions and with the same pages; sequences outside it have none.
 TEST(SequenceGpu, SliceHasTheCpusRows) {
   const SequenceSet set = testing::make_sequence_set(9, {1, 9, 3, 6}, 4);
