@@ -14,6 +14,7 @@
 #include "model/state.h"
 #include "ops/moe_permute/moe_permute.h"
 #include "ops/sample/sample.h"
+#include "rollout/decode_graphs.h"
 #include "rollout/pages.h"
 #include "rollout/scheduler.h"
 
@@ -24,6 +25,12 @@ namespace {
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
+
+// Of what was drawn, [2, draws] words: tokens, then log-probs, so that both come from the device as one.
+template <typename View>
+View token_words(const View& words) { return words.at(0); }
+template <typename View>
+View logprob_words(const View& words) { return View(words.at(1).data, DType::f32, {words.dim(1)}); }
 
 int64_t page_count(const EngineOptions& o, int64_t page_tokens) {
   CHECK(o.max_running >= 1 && o.max_context >= 2, "{} running samples of {} positions", o.max_running, o.max_context);
@@ -77,6 +84,8 @@ struct Engine::Impl {
   bool stop(uint64_t tag, int32_t sample_idx);
   void retract_all();
 
+  // Whether steps that only decode may be graphs: a probe is a call of the host, and peers are talked to by way of it.
+  bool use_graphs() const { return options.graphs && c.on_gpu() && model.probe == nullptr && !has_peers() && (model.tp == nullptr || model.tp->size() == 1); }
   bool has_peers() const { return model.ep != nullptr && model.ep->size() > 1; }
   static Completion new_completion(const Active& active, int32_t sample) {
     Completion completion;
@@ -86,7 +95,10 @@ struct Engine::Impl {
     return completion;
   }
   void abort_unstarted(const Active& active);
+  SequenceRows sequence_rows(const PlannedRows& r) const;
   TensorView run_forward(const Plan& plan);
+  bool only_decodes(const Plan& plan) const;
+  TensorView run_graph(const Plan& plan);
   const ChoiceLayout& layout_of(ReplayKind kind) const { return kind == ReplayKind::routing ? routing : routing_index; }
   void record_rows(int layer, std::string_view point, ConstTensorView seen);
   void start(const PlannedDraw& draw);
@@ -112,6 +124,7 @@ struct Engine::Impl {
   std::vector<Completion> done;
   std::vector<Drawn> drawn;  // by the last step
   EngineStats stats;
+  DecodeGraphs graphs;
 
   // Of the forward at hand: where the choices of a sequence's rows go.
   struct Recording {
@@ -127,6 +140,7 @@ struct Engine::Impl {
   // Kept for their capacity.
   std::vector<SequenceRows> rows;
   std::vector<SampleParams> params;
+  DecodeShape shape;
 };
 
 Status Engine::Impl::check(const Request& request) const {
@@ -191,6 +205,17 @@ void Engine::Impl::add(Request request) {
   scheduler.submit(work);
 }
 
+SequenceRows Engine::Impl::sequence_rows(const PlannedRows& r) const {
+  std::span<const int32_t> tokens;
+  if (r.prompt) {
+    tokens = std::span(requests.at(r.request).tokens).subspan(static_cast<size_t>(r.first_position), static_cast<size_t>(r.count));
+  } else {
+    tokens = std::span(running[static_cast<size_t>(r.slot)].completion.tokens).last(1);
+  }
+  const auto covering = static_cast<size_t>(pages.pages_for(r.first_position + r.count));
+  return {.tokens = tokens, .first_position = r.first_position, .slot = r.slot, .pages = pages.pages(r.slot).first(covering)};
+}
+
 // Runs the plan's rows and returns the hidden row of every draw, [draws, D].
 TensorView Engine::Impl::run_forward(const Plan& plan) {
   rows.clear();
@@ -206,16 +231,8 @@ TensorView Engine::Impl::run_forward(const Plan& plan) {
       recordings.push_back({&log, &layout, r.first_position, r.count, num_rows});
     }
     num_rows += r.count;
-    std::span<const int32_t> tokens;
-    if (r.prompt) {
-      tokens = std::span(active.tokens).subspan(static_cast<size_t>(r.first_position), static_cast<size_t>(r.count));
-      stats.prefill_tokens += r.count;
-    } else {
-      tokens = std::span(sample.completion.tokens).last(1);
-    }
-    const size_t covering = static_cast<size_t>(pages.pages_for(r.first_position + r.count));
-    rows.push_back(
-        {.tokens = tokens, .first_position = r.first_position, .slot = r.slot, .pages = pages.pages(r.slot).first(covering)});
+    if (r.prompt) stats.prefill_tokens += r.count;
+    rows.push_back(sequence_rows(r));
   }
 
   const int64_t num_draws = static_cast<int64_t>(plan.draws.size());
@@ -243,6 +260,54 @@ TensorView Engine::Impl::run_forward(const Plan& plan) {
     if (plan.draws[static_cast<size_t>(i)].rows < 0) copy(c, drawn.slice(i, 1), kept_hidden);
   if (plan.keep >= 0) copy(c, kept_hidden, hidden.slice(plan.keep, 1));
   return drawn;
+}
+
+// Every running sample draws its next token, and nothing else happens or is to be seen.
+bool Engine::Impl::only_decodes(const Plan& plan) const {
+  const bool plain = plan.restores.empty() && plan.saves.empty() && !plan.rows.empty() && plan.rows.size() == plan.draws.size();
+  return plain && std::none_of(plan.rows.begin(), plan.rows.end(), [&](const PlannedRows& r) {
+           return r.prompt || running[static_cast<size_t>(r.slot)].active->request.record != ReplayKind::none;
+         });
+}
+
+// Draws for the plan's rows by a graph: token and log-prob of every row and of padding, [2, rows] words.
+TensorView Engine::Impl::run_graph(const Plan& plan) {
+  static constexpr int32_t kPadding[] = {0};
+  rows.clear();
+  params.clear();
+  int64_t longest = 0;
+  for (const PlannedRows& r : plan.rows) {
+    rows.push_back(sequence_rows(r));
+    params.push_back(sample_params(running[static_cast<size_t>(r.slot)]));
+    longest = std::max(longest, r.first_position + 1);
+  }
+  // Padding reads no state and leaves none.
+  const int64_t num_rows = std::min(padded_rows(static_cast<int64_t>(rows.size())), options.max_running);
+  rows.resize(static_cast<size_t>(num_rows), {.tokens = kPadding, .first_position = 0, .slot = -1, .pages = {}});
+  params.resize(static_cast<size_t>(num_rows), params.back());
+
+  Arena& ws = *c.workspace;
+  const ArenaScope host_scope(*c.host);
+  const TensorView words = ws.tensor(DType::i32, {2, num_rows}, "engine.words");
+  const TensorView packed = c.host->tensor(DType::i32, {num_rows * kSampleParamWords}, "engine.params");
+  const SampleFilters filters = pack_sample_params(packed, params.data(), config.vocab_size);
+  const ConstTensorView sampling = on_device(c, packed, ws);
+  const SequenceBatch& batch = builder.build(c, ws, rows, WantedRows::all, std::min(padded_positions(longest), options.max_context));
+  shape.clear();
+  shape.add(static_cast<uint64_t>(reinterpret_cast<uintptr_t>(model.weights)));
+  shape.add(static_cast<uint64_t>(ws.mark()));
+  shape.add(static_cast<uint64_t>(filters));
+  shape.add(words);
+  shape.add(sampling);
+  shape.add(batch);
+  stats.graph_steps += graphs.run(c, shape, [&] {
+    const ArenaScope scope(ws);
+    const TensorView hidden = forward(c, model, batch, state, nullptr);
+    const TensorView logits = ws.tensor(DType::f32, {num_rows, config.vocab_size}, "engine.logits");
+    head_logits(c, model, logits, hidden);
+    sample(c, token_words(words), logprob_words(words), logits, sampling, filters);
+  });
+  return words;
 }
 
 void Engine::Impl::record_rows(int layer, std::string_view point, ConstTensorView seen) {
@@ -343,22 +408,30 @@ bool Engine::Impl::step() {
   ArenaScope scope(*c.workspace);
 
   const auto forward_start = std::chrono::steady_clock::now();
-  TensorView drawn = run_forward(plan);
-  TensorView logits = c.workspace->tensor(DType::f32, {num_draws, config.vocab_size}, "engine.logits");
-  if (num_draws > 0) head_logits(c, model, logits, drawn);
+  const bool as_graph = use_graphs() && only_decodes(plan);
+  TensorView words, logits;
+  if (as_graph) {
+    words = run_graph(plan);
+  } else {
+    words = c.workspace->tensor(DType::i32, {2, num_draws}, "engine.words");
+    const TensorView drawn = run_forward(plan);
+    logits = c.workspace->tensor(DType::f32, {num_draws, config.vocab_size}, "engine.logits");
+    if (num_draws > 0) head_logits(c, model, logits, drawn);
+  }
   stats.forward_seconds += seconds_since(forward_start);
 
   const auto sample_start = std::chrono::steady_clock::now();
-  params.clear();
-  for (const PlannedDraw& d : plan.draws) {
-    if (d.first) start(d);
-    params.push_back(sample_params(running[static_cast<size_t>(d.slot)]));
+  if (!as_graph) {
+    params.clear();
+    for (const PlannedDraw& d : plan.draws) {
+      if (d.first) start(d);
+      params.push_back(sample_params(running[static_cast<size_t>(d.slot)]));
+    }
+    if (num_draws > 0) sample(c, token_words(words), logprob_words(words), logits, params.data());
   }
-  TensorView token = c.workspace->tensor(DType::i32, {num_draws}, "engine.token");
-  TensorView logprob = c.workspace->tensor(DType::f32, {num_draws}, "engine.logprob");
-  if (num_draws > 0) sample(c, token, logprob, logits, params.data());
   const ArenaScope host_scope(*c.host);
-  const ConstTensorView tokens = on_host(c, token), logprobs = on_host(c, logprob);
+  const ConstTensorView on_host_words = on_host(c, words);
+  const ConstTensorView tokens = token_words(on_host_words), logprobs = logprob_words(on_host_words);
   for (int64_t i = 0; i < num_draws; ++i) {
     const PlannedDraw& d = plan.draws[static_cast<size_t>(i)];
     append(d.slot, tokens.ptr<int32_t>()[i], logprobs.ptr<float>()[i]);

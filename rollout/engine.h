@@ -20,6 +20,10 @@
 // exchanges of every layer), and while one has, those without join with an empty batch. So all ep ranks call step() until it is false, in
 // evaluations too, and one with nothing to do has no shorter day than the busiest: balance requests over them.
 //
+// Graphs. On a GPU a step in which every running sample draws its next token, and no prompt runs, is enqueued by one call: rows, entries and lengths are padded to a few shapes, whose
+// graphs read the batch and the sampling parameters from where the step before had them. No bit depends on it (row contract). Steps with tp or ep peers, recorded choices or a probe
+// are enqueued kernel by kernel.
+//
 // Request::record: each forward's choices of experts and entries go beside the rows that they are of, with the prompt's to every sample.
 //
 // Not thread-safe; one engine belongs to one thread. Weights may be reloaded between steps only when load().running is 0, which idle() implies and
@@ -41,17 +45,19 @@ struct EngineOptions {
   int64_t max_context = 512;        // prompt + response
   int64_t num_pages = 0;  // 0: enough for max_running samples of max_context; else at least one more than one such sample needs
   int64_t cache_slots = 0;  // prefixes that later prompts may continue from; their pages are those that are free
+  bool graphs = true;       // on a GPU, steps that only draw next tokens are graphs (rollout/decode_graphs.h)
 };
 
 struct EngineStats {
   int64_t steps = 0;                 // with work
+  int64_t graph_steps = 0;           // of them, enqueued as a graph
   int64_t empty_steps = 0;           // joined for the sake of ep peers
   int64_t prefill_tokens = 0;        // prompt rows run
   int64_t decode_tokens = 0;         // response tokens drawn, each sample's first one (which its prompt's prefill gives) included
   int64_t finished = 0;              // samples, aborted ones included
   int64_t shared_prompt_tokens = 0;  // prompt tokens that did not have to be run again for another sample of the request
   int64_t cached_prompt_tokens = 0;  // prompt tokens that an earlier request's state covered
-  double forward_seconds = 0, sample_seconds = 0;
+  double forward_seconds = 0, sample_seconds = 0;  // on a GPU: until the forward was enqueued; from then on
 };
 
 struct EngineLoad {
