@@ -37,7 +37,8 @@ int bench_command(const BenchArgs& args) {
         .add("tokens_per_s", static_cast<double>(r.value().tokens) / r.value().seconds)
         .add("memory_gb", r.value().memory_gb);
     if (what != "train")
-      line.add("batch", o.batch).add("prompt", o.prompt).add("new", o.new_tokens).add("prefill_s", r.value().prefill_s).add("decode_s", r.value().decode_s);
+      line.add("batch", o.batch).add("prompt", o.prompt).add("new", o.new_tokens).add("prefill_s", r.value().prefill_s).add("decode_s", r.value().decode_s)
+          .add("decode_steps", r.value().decode_steps).add("graph_steps", r.value().graph_steps).add("host_s", r.value().host_s);
     if (what == "rl") line.add("train_s", r.value().train_s).add("logprobs_differing", r.value().differing);
     std::printf("%s\n", line.str().c_str());
     std::fflush(stdout);

@@ -34,6 +34,7 @@ Result<EvalReport> evaluate_checkpoint(const RunConfig& c, const std::string& ch
   PolicyUse use{.seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads)};
   use.engine.max_running = c.rollout.max_running;
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
+  use.engine.graphs = c.rollout.graphs;
   use.engine.max_context = c.task.max_prompt_tokens + c.eval.max_new_tokens;
   Result<std::unique_ptr<Policy>> policy = Policy::make(model, use);
   if (!policy) return policy.status();

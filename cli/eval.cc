@@ -166,6 +166,7 @@ int run_on(RankWorld& world, const Result<ResolvedConfig>& config, const EvalArg
   PolicyUse use{.seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads)};
   use.engine.max_running = c.rollout.max_running;
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
+  use.engine.graphs = c.rollout.graphs;
   use.engine.max_context = c.task.max_prompt_tokens + c.eval.max_new_tokens;
   const Result<ModelConfig> model = find_model_config(c.model);
   Result<Layouts> layouts = model ? resolve_layouts(sampler_only(c.parallel), model.value(), use.engine.max_context, world.size()) : model.status();

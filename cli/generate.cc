@@ -33,6 +33,7 @@ int generate_command(const GenerateArgs& args) {
   PolicyUse use{.seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads)};
   use.engine.max_running = std::min(c.rollout.max_running, args.samples);
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
+  use.engine.graphs = c.rollout.graphs;
   use.engine.max_context = static_cast<int64_t>(prompt.value().size()) + c.eval.max_new_tokens;
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);
   if (!policy) return console.fail(policy.status());

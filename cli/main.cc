@@ -251,6 +251,7 @@ int run(int argc, char** argv) {
   size("--row", bench.options.row_tokens, "Tokens of its sequences");
   size("--microbatch", bench.options.microbatch_tokens, "Tokens of a micro-batch");
   b->add_flag("--recompute", bench.options.recompute, "Keep each layer's input alone for the backward");
+  b->add_flag("!--no-graphs", bench.options.graphs, "On a GPU, enqueue decode steps kernel by kernel");
   b->add_option("--repeat", bench.options.repeat, "Measured runs, after one that warms up")->check(CLI::Range(1, 1000))->capture_default_str();
   b->callback([&] { exit_code = bench_command(bench); });
 

@@ -189,6 +189,8 @@ const std::vector<Setting>& rows() {
        "Samples decoding at once. More is faster until memory or cores are full."},
       {"rollout.max_batch_tokens", +FIELD(rollout.max_batch_tokens), "tokens", "1024", 1, kMaxTokens,
        "Rows of one forward, prompt chunks included. Raise for long prompts."},
+      {"rollout.graphs", +FIELD(rollout.graphs), "", "true", 0, 0,
+       "On a GPU, steps that only draw next tokens are enqueued as graphs, by one call instead of one for every kernel. No bit depends on it; turn it off to look at single kernels."},
       {"rollout.ahead", +FIELD(rollout.ahead), "steps", "0", 0, 1,
        "1: the next step's samples are drawn while this one's are trained on, from the weights that it began with, so they are a step old when their turn comes; "
        "for runs with parallel.rollout_ranks, where nobody waits then. train.tis corrects for it."},

@@ -77,6 +77,7 @@ int serve_command(const ServeArgs& args) {
   PolicyUse use{.seed = static_cast<uint64_t>(c.run.seed), .threads = static_cast<int>(c.run.threads)};
   use.engine.max_running = c.rollout.max_running;
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
+  use.engine.graphs = c.rollout.graphs;
   use.engine.max_context = args.max_context > 0 ? args.max_context : std::min<int64_t>(model.value().max_positions, 4096);
   use.engine.cache_slots = args.cache_slots;
   Result<std::unique_ptr<Policy>> policy = Policy::make(c.model, use);

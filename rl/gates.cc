@@ -58,7 +58,7 @@ class Column {
       : o_(o), numerics_(numerics), config_(config), hooks_(hooks), world_(world), report_(report), work_(make_workload(config, o.tokens, o.seed)) {}
 
   Status run() {
-    if (wants("G1") || wants("G2") || wants("G3") || wants("G4") || wants("G5") || wants("G10")) {
+    if (wants("G1") || wants("G2") || wants("G3") || wants("G4") || wants("G5") || wants("G6") || wants("G10")) {
       Result<std::unique_ptr<Rig>> rig = make_rig(o_.parallel, o_.optimizer.lr);
       if (!rig) return rig.status();
       rig_ = rig.take();
@@ -66,14 +66,14 @@ class Column {
     }
     if (wants("G1")) LOCKSTEP_RETURN_IF_ERROR(lengths_and_temperatures());
     if (wants("G2")) LOCKSTEP_RETURN_IF_ERROR(after_updates());
-    if (words_.empty() && (wants("G3") || wants("G4") || wants("G5"))) {
+    if (words_.empty() && (wants("G3") || wants("G4") || wants("G5") || wants("G6"))) {
       Tally unused;
       LOCKSTEP_RETURN_IF_ERROR(sample_and_compare(*rig_, work_, unused));
     }
     if (wants("G3")) LOCKSTEP_RETURN_IF_ERROR(batches());
     if (wants("G4")) LOCKSTEP_RETURN_IF_ERROR(chunks());
     if (wants("G5")) LOCKSTEP_RETURN_IF_ERROR(prefix_cache());
-    if (wants("G6")) put("G6", "decode graphs on and off", "a CPU has no graphs");
+    if (wants("G6")) LOCKSTEP_RETURN_IF_ERROR(graphs());
     if (wants("G10")) LOCKSTEP_RETURN_IF_ERROR(damage());
     rig_.reset();
     if (wants("G7")) LOCKSTEP_RETURN_IF_ERROR(layout_pairs());
@@ -200,6 +200,21 @@ class Column {
     } else {
       put("G5", fmt::format("prefix cache on and off, {} prompt tokens from it", cached), tally);
     }
+    return Status::ok();
+  }
+
+  // What was drawn with graphs, against the same without.
+  Status graphs() {
+    const uint64_t steps = rig_->graph_steps();
+    if (steps == 0) {
+      put("G6", "decode graphs on and off", o_.model.device == Device::cpu ? "a CPU has no graphs" : "ranks that share a step have no graphs");
+      return Status::ok();
+    }
+    const Result<std::vector<Completion>> words = rig_->sample_with({.max_running = 64, .max_batch_tokens = 512, .graphs = false}, work_.requests);
+    if (!words) return words.status();
+    Tally tally;
+    tally.add(words_, words.value());
+    put("G6", fmt::format("decode graphs on and off, {} steps so far", steps), tally);
     return Status::ok();
   }
 

@@ -3,7 +3,7 @@
 // schedule, layout, version or numerics. A gate compares every token of a workload and counts those whose bits differ; the controls of G10 damage one side and
 // want some. Everything runs through the parts that a run uses: Policy (engine, actor, weight transfer), Peers, compare_logprobs.
 //
-//   G1  lengths and temperatures             G6  graphs: there are none on a CPU
+//   G1  lengths and temperatures             G6  on a GPU, decode graphs on and off
 //   G2  after 2 and after 10 updates         G7  pairs of layouts, on several ranks
 //   G3  batch shuffles, batches of 1 and 64  G8  the bf16 and fp8 columns
 //   G4  prefill chunks                       G9  20 steps with lr = 0

@@ -36,6 +36,7 @@ class Rig {
   Policy& policy() { return *policy_; }
   Actor& actor() { return policy_->actor(); }
   const Peers& peers() const { return peers_; }
+  uint64_t graph_steps() { return peers_.sum(static_cast<uint64_t>(policy_->engine().stats().graph_steps), "steps as graphs"); }  // of the policy's engines
   uint64_t weights_sum() { return peers_.sum(policy_->weights_sum().share, "weights"); }
 
   // By prompt, then sample; all ranks get all.

@@ -95,6 +95,7 @@ Status Loop::load_inputs(int threads) {
   const bool evaluates = c.run.eval_every > 0;
   use.engine.max_running = c.rollout.max_running;
   use.engine.max_batch_tokens = c.rollout.max_batch_tokens;
+  use.engine.graphs = c.rollout.graphs;
   use.engine.max_context = max_context();
   use.optimizer = c.optimizer;
   if (use.optimizer.total_steps == 0) use.optimizer.total_steps = c.run.steps * c.train.steps_per_rollout;

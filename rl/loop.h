@@ -42,6 +42,7 @@ struct RolloutOptions {
   int64_t max_new_tokens = 64;
   int64_t max_running = 64;
   int64_t max_batch_tokens = 1024;
+  bool graphs = true;
   int64_t ahead = 0;  // steps that the sampler is ahead of the trainer: 0 or 1
   float over_sample = 1;
   PartialKind partial = PartialKind::keep;

@@ -38,7 +38,8 @@ ReadBox quick_boxes(Context& c, const ModelConfig& config) {
 }
 
 struct Times {
-  double all = 0, prefill = 0, decode = 0, train = 0;
+  double all = 0, prefill = 0, decode = 0, train = 0, host = 0;
+  int64_t decode_steps = 0, graph_steps = 0;
 };
 
 // A policy on one device, as much of it as is asked for.
@@ -65,6 +66,7 @@ class Bench {
       e.max_running = o.batch;
       e.max_context = o.prompt + o.new_tokens;
       e.max_batch_tokens = std::max<int64_t>(4096, o.batch);
+      e.graphs = o.graphs;
       engine_ = std::make_unique<Engine>(c, model_, e, arena_);
     }
   }
@@ -84,10 +86,19 @@ class Bench {
     }
     const double start = now();
     double last = start;
+    EngineStats before = engine_->stats();
     while (engine_->step()) {
       const double at = now();
-      (engine_->stats().prefill_tokens > prefilled_ ? t.prefill : t.decode) += at - last;
-      prefilled_ = engine_->stats().prefill_tokens;
+      const EngineStats& after = engine_->stats();
+      if (after.prefill_tokens > before.prefill_tokens) {
+        t.prefill += at - last;
+      } else {
+        t.decode += at - last;
+        t.host += after.forward_seconds - before.forward_seconds;
+        ++t.decode_steps;
+        t.graph_steps += after.graph_steps - before.graph_steps;
+      }
+      before = after;
       last = at;
     }
     t.all = now() - start;
@@ -164,7 +175,6 @@ class Bench {
   std::unique_ptr<Engine> engine_;
   std::vector<std::vector<int32_t>> prompts_;
   uint64_t round_ = 1;
-  int64_t prefilled_ = 0;
 };
 
 }  // namespace
@@ -194,6 +204,9 @@ Result<ModelBenchResult> bench_model(const ModelConfig& config, const std::strin
   result.prefill_s = median.prefill;
   result.decode_s = median.decode;
   result.train_s = median.train;
+  result.host_s = median.host;
+  result.decode_steps = median.decode_steps;
+  result.graph_steps = median.graph_steps;
   result.memory_gb = bench.memory_gb();
   return result;
 }

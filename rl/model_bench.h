@@ -21,6 +21,7 @@ struct ModelBenchOptions {
   int64_t train_tokens = 8192, row_tokens = 4096;      // train: in rows of
   int64_t microbatch_tokens = 8192;
   bool recompute = false;
+  bool graphs = true;  // generate and rl, on a GPU: EngineOptions::graphs
   int repeat = 3;
 };
 
@@ -29,6 +30,8 @@ struct ModelBenchResult {
   int64_t tokens = 0;         // generated, or trained
   double seconds = 0, seconds_min = 0, seconds_max = 0;
   double prefill_s = 0, decode_s = 0, train_s = 0;  // of the median run, where it has these parts
+  int64_t decode_steps = 0, graph_steps = 0;        // of the median run
+  double host_s = 0;                                // of decode_s, until the host had enqueued the steps' forwards; on a CPU, until they were done
   int64_t differing = -1;     // rl: log-probs of the trainer whose bits are not the sampler's; -1: not compared
   double memory_gb = 0;       // that the arenas reached
 };

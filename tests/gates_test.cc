@@ -46,6 +46,24 @@ TEST(Gates, AllPassAndControlsFail) {
   EXPECT_EQ(lines, wanted);
 }
 
+// The engine's steps as graphs; few tokens, because the executor runs every thread of every kernel.
+TEST(Gates, GraphsOnAndOffAgreeOnAGpu) {
+  if (world->size() > 1) GTEST_SKIP() << "ranks that share a step have no graphs";
+  GatesOptions o;
+  o.model.init = "random";
+  o.model.shape = testing::tiny_config();
+  o.model.shape->max_positions = 40;
+  o.model.device = Device::gpu;
+  o.numerics = {Numerics::bf16};
+  o.only = {"G6"};
+  o.tokens = 80;
+  const Result<std::vector<GateResult>> results = run_gates(o, Hooks(), nullptr, {});
+  ASSERT_TRUE(results.is_ok()) << results.message();
+  ASSERT_EQ(results.value().size(), 1u);
+  EXPECT_EQ(results.value()[0].verdict, Verdict::pass) << results.value()[0].str();
+  EXPECT_GE(results.value()[0].tokens, o.tokens);
+}
+
 }  // namespace
 }  // namespace lockstep
 
