@@ -216,19 +216,24 @@ TEST_P(GraphNumerics, ChangeNothingWhateverHappensInBetween) {
 INSTANTIATE_TEST_SUITE_P(Modes, GraphNumerics, ::testing::Values(Numerics::f32, Numerics::bf16, Numerics::fp8),
                          [](const auto& info) { return std::string(numerics_name(info.param)); });
 
-TEST(EngineGraphs, OtherWeightsElsewhereAreNotMistaken) {
+// Steps of the same rows with weights that lie elsewhere, and with the kernels of a filter.
+TEST(EngineGraphs, WhatGraphsCannotShareIsToldApart) {
   expect_graphs_change_nothing(Numerics::f32, [](World& w, Engine& engine) {
-    const auto draw = [&](uint64_t id) {
-      submit(w, engine, {request(w, id, 3, 1, 14)});
+    const auto draw = [&](uint64_t id, int32_t top_k) {
+      Request r = request(w, id, 3, 1, 9);
+      r.sampling.top_k = top_k;
+      submit(w, engine, {r});
       while (engine.step()) {
       }
     };
     World other(Numerics::f32);
     other.load(8, 6);
-    draw(1);
+    draw(1, 0);
     w.model.weights = &other.weights;
-    draw(2);
+    draw(2, 0);
     w.model.weights = &w.weights;
+    draw(3, 4);
+    draw(4, 0);
   });
 }
 
