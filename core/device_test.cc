@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 namespace lockstep {
@@ -88,6 +90,38 @@ TEST(DeviceGraph, RunsOnWhatMemoryHoldsThen) {
   }
   put(a, 3);
   EXPECT_EQ(last(b), 7 + 999);  // not again by itself
+}
+
+// A server loads weights beside an engine that captures.
+TEST(DeviceGraph, OtherThreadsMapClearAndCopyMeanwhile) {
+  std::atomic<bool> stop = false;
+  std::thread other([&] {
+    DeviceContext gpu(Device::gpu);
+    Context& c = gpu;
+    for (int32_t i = 1; !stop; ++i) {
+      Arena arena("other", size_t{1} << 20, Device::gpu);
+      const TensorView a = arena.zeros(DType::i32, {1}, "a"), b = arena.zeros(DType::i32, {1}, "b");
+      int32_t got = 0;
+      upload(c, a, ConstTensorView(&i, DType::i32, {1}));
+      copy(c, b, a);
+      download(c, TensorView(&got, DType::i32, {1}), b);
+      ASSERT_EQ(got, i);
+    }
+  });
+  DeviceContext gpu(Device::gpu);
+  Context& c = gpu;
+  Arena arena("test", size_t{1} << 20, Device::gpu);
+  const TensorView a = arena.zeros(DType::i32, {1}, "a"), b = arena.zeros(DType::i32, {1}, "b");
+  for (int32_t i = 1; i < 200; ++i) {
+    int32_t got = 0;
+    const DeviceGraph graph = DeviceGraph::capture(c, [&] { copy(c, b, a); });
+    upload(c, a, ConstTensorView(&i, DType::i32, {1}));
+    graph.run(c);
+    download(c, TensorView(&got, DType::i32, {1}), b);
+    EXPECT_EQ(got, i);
+  }
+  stop = true;
+  other.join();
 }
 
 TEST(DeviceGraphDeath, WhatAGraphCannotHoldIsNamed) {
