@@ -9,6 +9,7 @@
 
 #include "cli/console.h"
 #include "core/device.h"
+#include "parallel/collective.h"
 #include "rl/gates.h"
 
 namespace lockstep {
@@ -45,6 +46,8 @@ void tell_machine() {
   if (d.emulated) return line("gpu", "none: this program was built without a GPU's compiler; device = gpu runs kernels on the host, for tests");
   line("gpu", fmt::format("{} x {}, {} multiprocessors, {:.1f} of {:.1f} GiB free", device_count(), d.name, d.multiprocessors,
                           static_cast<double>(d.free_bytes) / kGiB, static_cast<double>(d.memory_bytes) / kGiB));
+  const Result<std::string> between = device_library();
+  line("between gpus", between ? between.value() : fmt::format("the host's memory: {}", between.message()));
 }
 
 // Few tokens through the gates: sampler against trainer, and that damage is found.

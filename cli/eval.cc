@@ -173,6 +173,9 @@ int run_on(RankWorld& world, const Result<ResolvedConfig>& config, const EvalArg
   if (const Status s = peers.agree(layouts.status(), "layouts"); !s) return console.fail(s);
   std::optional<RunGroups> groups;
   if (!peers.alone()) {
+    if (c.model.device == Device::gpu) {
+      if (const Status s = world.use_devices(c.parallel.transport); !s) return console.fail(s);
+    }
     groups.emplace(make_run_groups(world, layouts.value(), model.value(), c.model.numerics, c.model.sampler_numerics()));
     use.ranks = &*groups;
     use.threads = peers.threads(c.run.threads);

@@ -61,6 +61,7 @@ constexpr std::string_view kAggregationWords[] = {"token_mean", "seq_mean_token_
 constexpr std::string_view kKlWords[] = {"none", "k1", "k2", "k3"};
 constexpr std::string_view kSamplerNumericsWords[] = {"same", "f32", "bf16", "fp8", "fp4"};
 constexpr std::string_view kDeviceWords[] = {"cpu", "gpu"};
+constexpr std::string_view kTransportWords[] = {"auto", "host", "device"};
 constexpr std::string_view kTisWords[] = {"none", "token", "sequence"};
 constexpr std::string_view kPartialWords[] = {"drop", "keep"};
 constexpr std::string_view kOrderWords[] = {"given", "longest"};
@@ -111,6 +112,9 @@ const std::vector<Setting>& rows() {
       {"parallel.deadline_s", +FIELD(parallel.deadline_s), "seconds", "600.0", 1, 1e6,
        "Longest wait of one rank for another before the job ends as stalled. It covers how much one rank's share can take longer "
        "than another's, and the writing of a checkpoint."},
+      {"parallel.transport", choice<FIELD(parallel.transport)>(kTransportWords), "", "auto", 0, 0,
+       "With device = gpu, how ranks move what lies on their GPUs. device: NCCL or RCCL, from GPU to GPU; every rank needs a GPU of its own and the library. host: by way "
+       "of the host's memory and MPI. auto: device where it can be. Results do not depend on it."},
 
       {"model.config", +FIELD(model.config), "path", "", 0, 0,
        "The model's config.json. May be empty when model.init is a checkpoint directory that holds one."},

@@ -6,6 +6,7 @@
 // Errors of the runtime (no device, no memory, a kernel that failed) are CHECKs with the runtime's own text: the caller asked device_available() first.
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -18,6 +19,7 @@ struct DeviceInfo {
   size_t memory_bytes = 0, free_bytes = 0;
   int multiprocessors = 0;
   bool emulated = false;  // the host executor
+  std::string id;         // the UUID, 16 bytes, unlike that of any other GPU; the executor has none
 };
 Status device_available();  // an error says why there is none and what to do
 DeviceInfo device_info();
@@ -42,7 +44,19 @@ void begin_capture(void* stream);
 void* end_capture(void* stream);
 void run_graph(void* stream, void* graph);
 void destroy_graph(void* graph);
+// Zeros in the host's memory that the GPU can write; never released.
+uint64_t* host_words(size_t count);
+// *word = value once all before it in the stream is done: the host sees what has been done without asking the driver, which may be stuck. Values grow.
+void write_word(void* stream, uint64_t* word, uint64_t value);
 }  // namespace device_memory
+
+// A place in a stream, for other streams and the host to wait for.
+namespace device_event {
+void* make();
+void record(void* event, void* stream);
+void wait(void* stream, void* event);  // what comes next in the stream waits for where the event was recorded last
+bool done(void* event);                // does not wait
+}  // namespace device_event
 
 // A context on either device with its own pool, workspace, host scratch and stream: what programs start from (CpuContext serves where the CPU is meant).
 class DeviceContext {

@@ -1,6 +1,7 @@
 // The accelerator through CUDA's or HIP's runtime. Arenas are virtual address ranges that grow by mapping physical memory behind what is in use, so that
 // addresses stay (graphs and tensor maps hold them) and nothing is copied.
 
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -55,6 +56,13 @@ DeviceInfo device_info() {
   DeviceInfo info;
   info.name = p.name;
   info.multiprocessors = p.multiProcessorCount;
+#if defined(__HIP__)
+  hipUUID id;
+  RUN(hipDeviceGetUuid(&id, device));
+  info.id.assign(id.bytes, sizeof id.bytes);
+#else
+  info.id.assign(p.uuid.bytes, sizeof p.uuid.bytes);
+#endif
   RUN(GPU_API(MemGetInfo)(&info.free_bytes, &info.memory_bytes));
   return info;
 }
@@ -197,8 +205,45 @@ void* end_capture(void* stream) {
 }
 void run_graph(void* stream, void* graph) { RUN(GPU_API(GraphLaunch)(static_cast<GPU_API(GraphExec_t)>(graph), as_stream(stream))); }
 void destroy_graph(void* graph) { RUN(GPU_API(GraphExecDestroy)(static_cast<GPU_API(GraphExec_t)>(graph))); }
+uint64_t* host_words(size_t count) {
+  void* p = nullptr;
+#if defined(__HIP__)
+  RUN(hipHostMalloc(&p, count * sizeof(uint64_t), hipHostMallocPortable | hipHostMallocMapped));
+#else
+  RUN(cudaHostAlloc(&p, count * sizeof(uint64_t), cudaHostAllocPortable | cudaHostAllocMapped));
+#endif
+  std::memset(p, 0, count * sizeof(uint64_t));
+  return static_cast<uint64_t*>(p);
+}
+void write_word(void* stream, uint64_t* word, uint64_t value) {
+#if defined(__HIP__)
+  RUN(hipStreamWriteValue64(as_stream(stream), word, value, 0));
+#else
+  DRIVER(StreamWriteValue64, as_stream(stream), reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WRITE_VALUE_DEFAULT);
+#endif
+}
 
 }  // namespace device_memory
+
+namespace device_event {
+
+GPU_API(Event_t) as_event(void* event) { return static_cast<GPU_API(Event_t)>(event); }
+
+void* make() {
+  GPU_API(Event_t) event;
+  RUN(GPU_API(EventCreateWithFlags)(&event, GPU_API(EventDisableTiming)));
+  return event;
+}
+void record(void* event, void* stream) { RUN(GPU_API(EventRecord)(as_event(event), as_stream(stream))); }
+void wait(void* stream, void* event) { RUN(GPU_API(StreamWaitEvent)(as_stream(stream), as_event(event), 0)); }
+bool done(void* event) {
+  const Error e = GPU_API(EventQuery)(as_event(event));
+  if (e == GPU_API(ErrorNotReady)) return false;
+  RUN(e);
+  return true;
+}
+
+}  // namespace device_event
 
 void* make_stream() {
   GPU_API(Stream_t) stream;

@@ -47,7 +47,7 @@ DeviceAccess::~DeviceAccess() {
 }  // namespace simt
 
 Status device_available() { return Status::ok(); }
-DeviceInfo device_info() { return {.name = "host executor", .memory_bytes = 0, .free_bytes = 0, .multiprocessors = 1, .emulated = true}; }
+DeviceInfo device_info() { return {.name = "host executor", .memory_bytes = 0, .free_bytes = 0, .multiprocessors = 1, .emulated = true, .id = {}}; }
 void device_select(int) {}
 int device_count() { return 1; }
 
@@ -97,6 +97,10 @@ void clear(void* stream, void* p, size_t bytes) {
   simt::enqueue(stream, [=] { clear(p, bytes); });
 }
 void synchronize(void*) {}
+uint64_t* host_words(size_t count) { return new uint64_t[count]{}; }
+void write_word(void* stream, uint64_t* word, uint64_t value) {
+  simt::enqueue(stream, [=] { __atomic_store_n(word, value, __ATOMIC_RELEASE); });
+}
 
 using Graph = std::vector<std::function<void()>>;
 void begin_capture(void* stream) { static_cast<simt::Stream*>(stream)->captures = true; }
@@ -111,6 +115,14 @@ void run_graph(void*, void* graph) {
 void destroy_graph(void* graph) { delete static_cast<Graph*>(graph); }
 
 }  // namespace device_memory
+
+// Nothing is in a stream when a call returns.
+namespace device_event {
+void* make() { return nullptr; }
+void record(void*, void*) {}
+void wait(void*, void*) {}
+bool done(void*) { return true; }
+}  // namespace device_event
 
 void* make_stream() { return new simt::Stream; }
 void destroy_stream(void* stream) { delete static_cast<simt::Stream*>(stream); }

@@ -17,6 +17,12 @@ namespace lockstep {
 
 enum class Reduction : uint8_t { sum, max, min };
 
+// Bytes that lie together.
+struct BytePiece {
+  char* data = nullptr;
+  int64_t bytes = 0;
+};
+
 // Operations that were started and are completed together. Reused: after a complete test() it is empty.
 class Pending {
  public:
@@ -55,6 +61,7 @@ class Channel {
   Status barrier(Pending& p);
   Status broadcast(Pending& p, void* data, size_t bytes, int root);
   Status all_reduce(Pending& p, int64_t* data, int count, Reduction reduction);
+  Status progress();  // of what was started, for a rank that waits for something else than Pending::test
 
   static constexpr int kTagMax = 32767;  // what MPI promises
 

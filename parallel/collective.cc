@@ -10,11 +10,15 @@
 #include <charconv>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <system_error>
+#include <type_traits>
 
 #include "core/device.h"
 #include "io/file.h"
 #include "ops/sum/sum.h"
+#include "parallel/device_channel.h"
+#include "parallel/device_links.h"
 #include "parallel/diagnosis.h"
 
 namespace lockstep {
@@ -29,11 +33,12 @@ double now_s() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Between two looks at something another rank has to do.
+// Between two looks at something another rank has to do, or a thread beside this one.
 class Backoff {
  public:
+  explicit Backoff(int yields = kYields) : yields_(yields) {}
   void pause() {
-    if (++tries_ <= kYields) {
+    if (++tries_ <= yields_) {
       ::sched_yield();
       return;
     }
@@ -46,13 +51,9 @@ class Backoff {
 
  private:
   static constexpr int kYields = 16;  // about as long as the shortest sleep
+  const int yields_;
   int tries_ = 0;
   double since_ = 0;
-};
-
-struct Piece {
-  char* data = nullptr;
-  int64_t bytes = 0;
 };
 
 void check_rows(const char* op, std::span<const int64_t> rows, int size, int64_t view_rows) {
@@ -91,10 +92,14 @@ struct RankGroup::Impl {
   int64_t seq = 0;                   // collectives entered
 
   // Of the exchange that is being made, by rank.
-  std::vector<Piece> sends, recvs;
+  std::vector<BytePiece> sends, recvs;
   std::vector<int64_t> equal_rows;
   std::vector<Range> equal_parts;
   Pending pending{0};
+
+  // Between GPUs; made by the first operation there.
+  std::optional<DeviceChannel> device_channel;
+  std::optional<DeviceLinks> device_links;
 
   // Point to point.
   struct Slot {
@@ -103,6 +108,8 @@ struct RankGroup::Impl {
     int ticket = -1;  // -1: free
     const char* name = nullptr;
     CommBytes bytes;
+    int peer = -1, tag = -1;
+    DeviceMessage message;  // of one between GPUs; its state is none for others
     // Of a message between GPUs that goes by way of the host.
     std::vector<char> staged;
     Context* context = nullptr;  // of a receive, whose bytes go up when they have come
@@ -111,6 +118,9 @@ struct RankGroup::Impl {
   std::vector<Slot> slots;
   std::map<std::array<int, 3>, int64_t> messages;  // (peer, tag, 0 for send) to how many were started
 
+  ~Impl() {
+    if (device_links) std::erase(world->links_, &*device_links);
+  }
   int size() const { return static_cast<int>(members.size()); }
   Traffic& traffic(const char* name) {
     auto& all = world->traffic_;
@@ -133,7 +143,14 @@ class RankGroup::Registered {
                                             .deadline_s = p.deadline_s});
   }
   ~Registered() {
-    impl_.world->watchdog_->end(ticket_);
+    RankWorld& world = *impl_.world;
+    if (in_stream_) {
+      uint64_t* const word = &world.words_[ticket_];
+      device_memory::write_word(stream_, word, ++world.last_mark_);
+      world.watchdog_->in_stream(ticket_, word, world.last_mark_);
+    } else {
+      world.watchdog_->end(ticket_);
+    }
     Traffic& t = impl_.traffic(name_);
     ++t.calls;
     t.bytes.sent += moved.sent;
@@ -141,6 +158,11 @@ class RankGroup::Registered {
     t.wait_s += now_s() - start_s_;
   }
   Registered(const Registered&) = delete;
+  // The operation is complete when what is in the stream at its end is done.
+  void goes_on_in(void* stream) {
+    in_stream_ = true;
+    stream_ = stream;
+  }
 
   CommBytes moved;  // so far
 
@@ -149,6 +171,8 @@ class RankGroup::Registered {
   const char* name_;
   double start_s_;
   int ticket_;
+  bool in_stream_ = false;
+  void* stream_ = nullptr;
 };
 
 RankGroup::RankGroup(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -164,14 +188,40 @@ void RankGroup::require(const Status& status) {
   if (!status) impl_->world->fail(fmt::format("{} on rank {}: {}", impl_->name, impl_->world->rank_, status.message()));
 }
 
-void RankGroup::wait_for(Pending& pending) {
-  Backoff backoff;
+// A Pending or a DeviceChannel.
+template <typename Started>
+void RankGroup::wait_for(Started& started) {
+  constexpr int kDeviceYields = 200;  // the library's own thread needs tens of microseconds
+  Backoff backoff = std::is_same_v<Started, Pending> ? Backoff() : Backoff(kDeviceYields);
   for (;;) {
     bool done = false;
-    require(pending.test(&done));
+    require(started.test(&done));
     if (done) return;
+    if (!std::is_same_v<Started, Pending>) require(impl_->channel->progress());
+    progress();
     backoff.pause();
   }
+}
+
+// What messages of any group between GPUs can do, they do now.
+void RankGroup::progress() {
+  for (DeviceLinks* links : impl_->world->links_) require(links->progress());
+}
+
+bool RankGroup::between_gpus(const Context& c) const { return c.on_gpu() && impl_->world->devices_; }
+
+DeviceChannel& RankGroup::device_channel() {
+  Impl& g = *impl_;
+  if (g.device_channel) return *g.device_channel;
+  DeviceChannel::Id id{};
+  if (rank() == 0) require(DeviceChannel::make_id(&id));
+  require(g.channel->broadcast(g.pending, &id, sizeof id, 0));
+  wait_for(g.pending);
+  Result<DeviceChannel> joined = DeviceChannel::join(id, rank(), size(), 0);
+  require(joined.status());
+  g.device_channel.emplace(joined.take());
+  wait_for(*g.device_channel);
+  return *g.device_channel;
 }
 
 // Sends impl_->sends[r] to every rank r and receives impl_->recvs[r] from it; own parts are copied. Nothing goes where there is
@@ -181,10 +231,11 @@ void RankGroup::exchange(Context* c, Registered& op) {
   CHECK_EQ(g.sends[rank()].bytes, g.recvs[rank()].bytes);
   copy_own(c, g.recvs[rank()].data, g.sends[rank()].data, g.sends[rank()].bytes);
   if (c == nullptr || !c->on_gpu()) return exchange_host(op);
+  if (between_gpus(*c)) return exchange_device(*c, op);
 
   // By way of the host: what is sent goes down first, and what came goes up last.
   const ArenaScope scope(*c->host);
-  const std::vector<Piece> ours = g.recvs;
+  const std::vector<BytePiece> ours = g.recvs;
   for (int r = 0; r < size(); ++r) {
     if (r == rank()) continue;
     if (g.sends[r].bytes > 0) {
@@ -216,6 +267,24 @@ void RankGroup::exchange_host(Registered& op) {
   wait_for(g.pending);
 }
 
+// The same from GPU to GPU.
+void RankGroup::exchange_device(Context& c, Registered& op) {
+  Impl& g = *impl_;
+  DeviceChannel& channel = device_channel();
+  g.sends[rank()] = g.recvs[rank()] = {};
+  int64_t sent = 0, received = 0;
+  for (int r = 0; r < size(); ++r) {
+    sent += g.sends[r].bytes;
+    received += g.recvs[r].bytes;
+  }
+  if (sent + received == 0) return;
+  require(channel.exchange(c.stream, g.sends, g.recvs));
+  wait_for(channel);
+  op.goes_on_in(c.stream);
+  op.moved.sent += sent;
+  op.moved.received += received;
+}
+
 void RankGroup::barrier(Purpose p) {
   if (size() == 1) return;
   Registered op(*impl_, "barrier", p, {});
@@ -229,7 +298,12 @@ void RankGroup::broadcast(Context& c, TensorView x, int root, Purpose p) {
   if (size() == 1 || x.bytes() == 0) return;
   const CommBytes bytes = broadcast_bytes(static_cast<int64_t>(x.bytes()), size(), rank() == root);
   Registered op(*impl_, "broadcast", p, bytes);
-  if (c.on_gpu()) {  // by way of the host
+  if (between_gpus(c)) {
+    DeviceChannel& channel = device_channel();
+    require(channel.broadcast(c.stream, {static_cast<char*>(x.data), static_cast<int64_t>(x.bytes())}, root));
+    wait_for(channel);
+    op.goes_on_in(c.stream);
+  } else if (c.on_gpu()) {  // by way of the host
     const ArenaScope scope(*c.host);
     const TensorView staged = c.host->tensor(x.dtype, x.shape, "broadcast");
     if (rank() == root) download(c, staged, x);
@@ -342,8 +416,8 @@ void RankGroup::sum_parts(Context& c, Registered& op, T* y, const T* x, std::spa
   Impl& g = *impl_;
   int64_t longest = 0;
   for (const Range& r : parts) longest = std::max(longest, r.size());
-  const int64_t piece =
-      std::clamp<int64_t>(longest, 1, std::max<int64_t>(1, kSumScratchBytes / static_cast<int64_t>(sizeof(T)) / size()));
+  const int64_t most = between_gpus(c) ? kDeviceSumScratchBytes : kSumScratchBytes;
+  const int64_t piece = std::clamp<int64_t>(longest, 1, std::max<int64_t>(1, most / static_cast<int64_t>(sizeof(T)) / size()));
   ArenaScope scope(*c.workspace);
   T* scratch = static_cast<T*>(c.workspace->allocate(static_cast<size_t>(piece) * size() * sizeof(T), "ordered sum"));
   for (int64_t at = 0; at < longest; at += piece) {
@@ -479,6 +553,18 @@ RankGroup::Request RankGroup::start(const char* kind, Context& c, void* data, in
                                         .line = p.line,
                                         .deadline_s = p.deadline_s,
                                         .background = true});
+  s.peer = peer;
+  s.tag = tag;
+  if (between_gpus(c) && bytes > 0) {
+    if (!g.device_links) g.world->links_.push_back(&g.device_links.emplace(*g.channel));
+    DeviceMessage& m = s.message;
+    m.piece = {static_cast<char*>(data), bytes};
+    m.stream = c.stream;
+    m.word = &g.world->words_[s.ticket];
+    m.mark = ++g.world->last_mark_;
+    require(g.device_links->start(m, peer, tag, sending));
+    return {slot};
+  }
   if (c.on_gpu()) {
     s.staged.resize(static_cast<size_t>(bytes));
     if (sending) {
@@ -510,18 +596,32 @@ bool RankGroup::test(Request request) {
   CHECK(request.slot >= 0 && request.slot < kRequestsMax && impl_->slots[request.slot].ticket >= 0, "request {} is not open",
         request.slot);
   Impl::Slot& s = impl_->slots[request.slot];
-  bool done = false;
-  require(s.pending.test(&done));
-  if (!done) return false;
-  if (s.context != nullptr) upload_bytes(*s.context, s.device, s.staged.data(), s.staged.size());
-  s.context = nullptr;
+  progress();
+  if (s.message.state != DeviceMessage::State::none) {
+    impl_->device_links->want(s.message, s.peer, s.tag, s.bytes.sent > 0);
+    progress();
+    if (s.message.state != DeviceMessage::State::in_stream || !device_event::done(s.message.behind)) return false;
+  } else {
+    bool done = false;
+    require(s.pending.test(&done));
+    if (!done) return false;
+    if (s.context != nullptr) upload_bytes(*s.context, s.device, s.staged.data(), s.staged.size());
+    s.context = nullptr;
+  }
   impl_->world->watchdog_->end(s.ticket);
+  leave(request);
+  return true;
+}
+
+// Counts a request that is complete, or in a stream, and frees its place.
+void RankGroup::leave(Request request) {
+  Impl::Slot& s = impl_->slots[request.slot];
   s.ticket = -1;
+  s.message.state = DeviceMessage::State::none;
   Traffic& t = impl_->traffic(s.name);
   ++t.calls;
   t.bytes.sent += s.bytes.sent;
   t.bytes.received += s.bytes.received;
-  return true;
 }
 
 void RankGroup::wait(Request request) {
@@ -530,7 +630,14 @@ void RankGroup::wait(Request request) {
   impl_->world->watchdog_->waiting(s.ticket);
   const char* name = s.name;
   const double start = now_s();
-  for (Backoff backoff; !test(request);) backoff.pause();
+  if (DeviceMessage& m = s.message; m.state != DeviceMessage::State::none) {
+    for (Backoff backoff; m.state != DeviceMessage::State::in_stream; backoff.pause()) progress();
+    device_event::wait(m.stream, m.behind);
+    impl_->world->watchdog_->in_stream(s.ticket, m.word, m.mark);
+    leave(request);
+  } else {
+    for (Backoff backoff; !test(request);) backoff.pause();
+  }
   impl_->traffic(name).wait_s += now_s() - start;
 }
 
@@ -594,6 +701,64 @@ RankGroup RankWorld::group(std::string name, std::vector<int> members, std::uniq
   return RankGroup(std::move(g));
 }
 
+namespace {
+
+// What ranks tell each other of their GPUs.
+struct GpuOfRank {
+  char id[16] = {};
+  int64_t known = 0;    // whether the GPU has an id
+  int64_t version = 0;  // of the library; 0: none
+};
+
+}  // namespace
+
+Status RankWorld::use_devices(Transport transport) {
+  LOCKSTEP_RETURN_IF_ERROR(all_->agree(device_available(), "devices"));
+  const ProcessId me = this_process();
+  std::vector<ProcessId> processes(static_cast<size_t>(size_), me);
+  Context host;
+  const auto gather = [&](auto& all, const auto& mine) {
+    constexpr auto kBytes = static_cast<int64_t>(sizeof(mine));
+    all_->all_gather(host, TensorView(all.data(), DType::u8, {size_, kBytes}), ConstTensorView(&mine, DType::u8, {1, kBytes}), "devices");
+  };
+  gather(processes, me);
+  const auto same_host = [&](const ProcessId& p) { return std::strcmp(p.host, me.host) == 0; };
+  device_select(static_cast<int>(std::count_if(processes.begin(), processes.begin() + rank_, same_host)) % device_count());
+
+  GpuOfRank mine;
+  const Result<int> version = DeviceChannel::library_version();
+  if (version) mine.version = version.value();
+  const std::string id = device_info().id;
+  mine.known = id.size() == sizeof mine.id ? 1 : 0;
+  std::copy_n(id.begin(), mine.known == 1 ? sizeof mine.id : 0, mine.id);
+  std::vector<GpuOfRank> gpus(static_cast<size_t>(size_), mine);
+  gather(gpus, mine);
+
+  const auto why_not = [&]() -> std::string {
+    if (transport == Transport::host) return "as parallel.transport says";
+    for (int r = 0; r < size_; ++r) {
+      const GpuOfRank& g = gpus[static_cast<size_t>(r)];
+      if (g.known == 0) return "this program was built without a GPU's compiler";
+      if (g.version == 0) return r == rank_ ? version.message() : fmt::format("rank {} has no {}", r, DeviceChannel::library_name());
+      if (g.version != gpus[0].version)
+        return fmt::format("ranks 0 and {} have {} and {}", r, DeviceChannel::version_text(static_cast<int>(gpus[0].version)),
+                           DeviceChannel::version_text(static_cast<int>(g.version)));
+      for (int other = 0; other < r; ++other)
+        if (std::memcmp(g.id, gpus[static_cast<size_t>(other)].id, sizeof g.id) == 0) return fmt::format("ranks {} and {} share a GPU", other, r);
+    }
+    return "";
+  }();
+  devices_ = size_ > 1 && why_not.empty();
+  device_way_ = devices_ ? DeviceChannel::version_text(static_cast<int>(mine.version)) : fmt::format("by way of the host ({})", why_not);
+  if (devices_ && words_ == nullptr) {
+    words_ = device_memory::host_words(Watchdog::kPendingMax);
+    watchdog_->before_end(DeviceChannel::abort_all);
+  }
+  if (transport == Transport::device && size_ > 1 && !devices_)
+    return all_->agree(errorf("parallel.transport is device, but {}; set it to auto, which goes by way of the host then", why_not), "devices");
+  return Status::ok();
+}
+
 RankGroup RankWorld::make_group(std::string name, std::vector<int> members) {
   CHECK(!members.empty() && std::is_sorted(members.begin(), members.end()) && members.front() >= 0 && members.back() < size_ &&
             std::adjacent_find(members.begin(), members.end()) == members.end(),
@@ -655,6 +820,9 @@ void RankWorld::finish(Purpose p) {
   if (finished_) return;
   finished_ = true;
   if (size_ > 1) {
+    if (devices_)  // what others still read here
+      for (Backoff backoff; !watchdog_->streams_ended(); backoff.pause()) {
+      }
     watchdog_->stop_watching_processes();
     all_->barrier(p);
     if (rank_ == 0 && !flight_.empty()) {
@@ -674,6 +842,12 @@ void RankWorld::finish(Purpose p) {
   const Status left = Channel::leave();
   if (!left) fail(left.message());
   if (ticket >= 0) watchdog_->end(ticket);
+}
+
+Result<std::string> device_library() {
+  const Result<int> version = DeviceChannel::library_version();
+  if (!version) return version.status();
+  return DeviceChannel::version_text(version.value());
 }
 
 CommBytes broadcast_bytes(int64_t bytes, int size, bool root) {

@@ -5,8 +5,8 @@
 // Groups are made once, at the start, in the same order on all their members. All members of a group call its operations in the
 // same order; a rank without work calls with zero counts. Ranks below are those of the group unless said otherwise.
 //
-// Failure. An operation returns when it is complete. If it cannot complete (a rank is stopped, lost or failed; see watchdog.h for
-// how it is noticed) it does not return: the watchdog ends the process with kExitStalled. Nothing is ever thrown or returned
+// Failure. An operation returns when it is complete, or between GPUs when it is in the context's stream. If it cannot complete (a rank is
+// stopped, lost or failed; see watchdog.h for how it is noticed) it does not, and the watchdog ends the process with kExitStalled. Nothing is ever thrown or returned
 // through a collective, because the other members could not follow. For failures of the world outside (files, user text) ranks
 // agree() first.
 //
@@ -20,8 +20,14 @@
 // Cost is given in bytes that a rank sends (S) and receives (V) for R ranks; own parts do not count. Traffic counts them as they
 // happen, the *_bytes functions predict them, and they are equal.
 //
-// Devices. Data operations take the context of their buffers. What lies on a GPU goes by way of the host's memory, under the same contracts: downloaded,
-// sent by MPI, uploaded, summed on the GPU in rank order. Spans of int64 and text are always host memory.
+// Devices. Data operations take the context of their buffers, on the GPU on all members or on none. Spans of int64 and text are always host memory. What
+// lies on a GPU takes one of two ways, under the same contracts and with the same bits:
+//   device  NCCL or RCCL (device_channel.h) moves it from GPU to GPU; sums are ordered sums on the GPU, of what was moved. An operation returns once it is in
+//           the context's stream, so what follows there may use the result, and the host may be ahead; its deadline runs until it is complete on
+//           the GPU. Tests of requests are true when the GPU has done it; wait() is done when the stream waits for it
+//   host    downloaded, sent by MPI, uploaded, summed on the GPU; an operation returns when it is complete
+// RankWorld::use_devices() decides. The first operation of a group, and the first message of a peer and tag, join the ranks concerned, which takes tenths
+// of a second.
 //
 // Threading: one thread of a process at a time.
 
@@ -64,10 +70,15 @@ struct CommBytes {
 struct Traffic {
   int64_t calls = 0;
   CommBytes bytes;
-  double wait_s = 0;  // from entering an operation to leaving it: transfer, local sums, and waiting for others
+  double wait_s = 0;  // from entering an operation to leaving it: transfer, local sums, and waiting for others; not what a stream goes on with
 };
 
+// The way of what lies on GPUs. automatic: device where it can be.
+enum class Transport : uint8_t { automatic, host, device };
+
 class RankWorld;
+class DeviceChannel;
+class DeviceLinks;
 
 class RankGroup {
  public:
@@ -106,8 +117,8 @@ class RankGroup {
   void exchange_counts(std::span<int64_t> from, std::span<const int64_t> to, Purpose p);
 
   // y = elements parts[rank()] of x_0 + x_1 + ... in rank order. f32 or f64. Parts are the same on every rank and may be empty,
-  // overlap nothing, and need not cover x. y may be that part of x itself. Moves at most kSumScratchBytes at a time, which is
-  // also its scratch.
+  // overlap nothing, and need not cover x. y may be that part of x itself. Moves at most kSumScratchBytes at a time (between GPUs
+  // kDeviceSumScratchBytes), which is also its scratch.
   // S = bytes(parts of others), V = (R - 1) bytes(own part).
   void reduce_scatter(Context& c, TensorView y, ConstTensorView x, std::span<const Range> parts, Purpose p);
 
@@ -140,6 +151,7 @@ class RankGroup {
 
   static constexpr int64_t kGatherSumBytes = 4096;
   static constexpr int64_t kSumScratchBytes = int64_t{4} << 20;
+  static constexpr int64_t kDeviceSumScratchBytes = int64_t{64} << 20;
 
  private:
   friend class RankWorld;
@@ -148,7 +160,11 @@ class RankGroup {
   explicit RankGroup(std::unique_ptr<Impl> impl);
   void exchange(Context* c, Registered& op);
   void exchange_host(Registered& op);
-  void wait_for(Pending& pending);
+  void exchange_device(Context& c, Registered& op);
+  bool between_gpus(const Context& c) const;
+  DeviceChannel& device_channel();
+  template <typename Started>
+  void wait_for(Started& started);
   void require(const Status& status);
   void gather(Context* c, char* y, const char* x, std::span<const int64_t> rows, int64_t row_bytes, const Purpose& p);
   template <typename T>
@@ -156,6 +172,8 @@ class RankGroup {
   template <typename T>
   void sum_whole(Context& c, Registered& op, T* x, int64_t count);
   Request start(const char* kind, Context& c, void* data, int64_t bytes, int peer, int tag, const Purpose& p);
+  void progress();
+  void leave(Request request);
   std::unique_ptr<Impl> impl_;
 };
 
@@ -170,6 +188,12 @@ class RankWorld {
   int size() const { return size_; }
   RankGroup& all() { return *all_; }
   Watchdog& watchdog() { return *watchdog_; }
+
+  // All ranks, before they make groups, where tensors will lie on GPUs: gives this thread the GPU that has among its host's the number
+  // that the rank has among its host's ranks (in turn, where there are fewer), and decides the way of what lies there: device if every rank
+  // has a GPU of its own and the same library. An error, the same on all ranks, says why `device` cannot be.
+  Status use_devices(Transport transport);
+  const std::string& device_way() const { return device_way_; }  // in words, with the reason where it is the host
 
   // A group of the listed ranks, ascending, this one among them. The members call it, and nobody else. `name` is the same on all
   // of them and unlike that of any other group.
@@ -202,7 +226,17 @@ class RankWorld {
   std::unique_ptr<Watchdog> watchdog_;
   std::unique_ptr<RankGroup> all_;
   std::map<std::string, Traffic, std::less<>> traffic_;
+
+  // Between GPUs.
+  bool devices_ = false;
+  std::string device_way_ = "not decided";
+  std::vector<DeviceLinks*> links_;  // of all groups
+  uint64_t* words_ = nullptr;        // by ticket of the watchdog: what streams write
+  uint64_t last_mark_ = 0;
 };
+
+// What would move bytes from GPU to GPU, "NCCL 2.28.9"; an error says what is missing.
+Result<std::string> device_library();
 
 // Predictions of the counters, for plans and tests. `rank` is the rank that counts.
 CommBytes broadcast_bytes(int64_t bytes, int size, bool root);

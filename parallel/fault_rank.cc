@@ -3,6 +3,8 @@
 //
 //   fault_rank DIR OPERATION FAULT VICTIM DEADLINE_S SEED
 //
+// OPERATION gpu_X is X of what lies on GPUs.
+//
 // The process that mpirun starts only watches: its child is the rank. It writes how and when the child ended to DIR/exit_RANK,
 // which mpirun does not tell.
 
@@ -18,6 +20,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "core/device.h"
 #include "io/file.h"
 #include "parallel/collective.h"
 
@@ -71,7 +74,15 @@ int work(const Job& job) {
     return 1;
   }
   RankGroup& all = world.all();
-  CpuContext context(1, size_t{64} << 20);
+  const bool on_gpu = job.operation.starts_with("gpu_");
+  const std::string o = on_gpu ? job.operation.substr(4) : job.operation;
+  if (on_gpu) {
+    if (const Status s = world.use_devices(Transport::automatic); !s) {
+      std::fprintf(stderr, "%s\n", s.message().c_str());
+      return 1;
+    }
+  }
+  DeviceContext context(on_gpu ? Device::gpu : Device::cpu, 1, size_t{256} << 20);
   const int n = world.size(), me = world.rank();
   std::mt19937 random(job.seed);  // the same on every rank
   const bool victim = me == job.victim;
@@ -88,7 +99,8 @@ int work(const Job& job) {
     });
     hand.detach();
   }
-  std::vector<float> x(size_t{1} << 20), y(x.size());
+  constexpr int64_t kElements = 1 << 20;
+  const TensorView x = zeros(context, DType::f32, {kElements}, "x"), y = zeros(context, DType::f32, {kElements}, "y");
   const std::vector<int64_t> rows(n, 200);
   for (int step = 0; job.fault != "none" || step < 60; ++step) {
     if (victim && !from_outside(job.fault) && job.fault != "none" && step == 20) {
@@ -99,20 +111,19 @@ int work(const Job& job) {
       misbehave(job, world);
     }
     if (job.fault == "none") usleep(20000);
-    const std::string& o = job.operation;
     if (o == "barrier") all.barrier("step");
     if (o == "compute") {
       usleep(20000);
       all.barrier("step");
     }
-    if (o == "broadcast") all.broadcast(context, TensorView(x.data(), DType::f32, {1 << 18}), step % n, "weights");
-    if (o == "all_reduce") all.all_reduce(context, TensorView(x.data(), DType::f32, {1 << 18}), "gradients");
+    if (o == "broadcast") all.broadcast(context, TensorView(x.data, DType::f32, {1 << 18}), step % n, "weights");
+    if (o == "all_reduce") all.all_reduce(context, TensorView(x.data, DType::f32, {1 << 18}), "gradients");
     if (o == "all_to_all") {
-      const TensorView from(x.data(), DType::f32, {200 * n, 64}), to(y.data(), DType::f32, {200 * n, 64});
+      const TensorView from(x.data, DType::f32, {200 * n, 64}), to(y.data, DType::f32, {200 * n, 64});
       all.all_to_all(context, to, rows, from, rows, "expert dispatch");
     }
     if (o == "pipeline") {
-      const TensorView out(x.data(), DType::f32, {1 << 16}), in(y.data(), DType::f32, {1 << 16});
+      const TensorView out(x.data, DType::f32, {1 << 16}), in(y.data, DType::f32, {1 << 16});
       const RankGroup::Request sent = all.start_send(context, out, (me + 1) % n, 1, "stage output");
       all.recv(context, in, (me + n - 1) % n, 1, "stage input");
       all.wait(sent);

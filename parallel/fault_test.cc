@@ -104,6 +104,16 @@ TEST_F(Fault, StoppedRank) {
                      "is stopped");
 }
 
+// Through NCCL or RCCL where there are as many GPUs as ranks, otherwise by way of the host.
+TEST_F(Fault, BetweenGpus) {
+  int seed = 30;
+  for (const char* operation : {"gpu_all_to_all", "gpu_pipeline", "gpu_all_reduce"}) {
+    expect_diagnosis({.operation = operation, .fault = "kill", .victim = 1, .ranks = 2, .deadline_s = 60, .seed = ++seed}, kSigKilled, 10, "is gone");
+    expect_diagnosis({.operation = operation, .fault = "stop", .victim = 0, .ranks = 2, .deadline_s = 4, .seed = ++seed}, kSigKilled, 4 + 10, "is stopped");
+  }
+  expect_diagnosis({.operation = "gpu_all_to_all", .fault = "busy", .victim = 1, .ranks = 2, .deadline_s = 4}, kExitStalled, 4 + 10, "it waits for nobody");
+}
+
 TEST_F(Fault, FailingRank) {
   expect_diagnosis({.operation = "all_to_all", .fault = "error", .victim = 1, .deadline_s = 60}, kExitStalled, 6,
                    "rank 1 failed: model.safetensors: cannot read, as the test wants");

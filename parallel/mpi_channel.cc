@@ -171,6 +171,11 @@ Status Channel::recv(Pending& p, void* data, size_t bytes, int from, int tag) {
       "MPI_Irecv");
 }
 
+Status Channel::progress() {
+  int found = 0;
+  return check(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, communicator_->comm, &found, MPI_STATUS_IGNORE), "MPI_Iprobe");
+}
+
 Status Channel::barrier(Pending& p) { return check(MPI_Ibarrier(communicator_->comm, p.requests_->add(-1)), "MPI_Ibarrier"); }
 
 Status Channel::broadcast(Pending& p, void* data, size_t bytes, int root) {

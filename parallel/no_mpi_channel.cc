@@ -36,6 +36,7 @@ Status Channel::leave() { return Status::ok(); }
 Result<Channel> Channel::subset(const std::vector<int>&, int) { return Status::error("built without MPI"); }
 Status Channel::send(Pending&, const void*, size_t, int, int) { return Status::error("built without MPI"); }
 Status Channel::recv(Pending&, void*, size_t, int, int) { return Status::error("built without MPI"); }
+Status Channel::progress() { return Status::error("built without MPI"); }
 Status Channel::barrier(Pending&) { return Status::error("built without MPI"); }
 Status Channel::broadcast(Pending&, void*, size_t, int) { return Status::error("built without MPI"); }
 Status Channel::all_reduce(Pending&, int64_t*, int, Reduction) { return Status::error("built without MPI"); }

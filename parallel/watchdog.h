@@ -14,7 +14,10 @@
 //
 //   from cause to exit, at most: 0.6 s to notice + grace_s for the records of others + grace_s for the diagnosis
 //
-// Threading: begin, waiting and end come from one thread, fail from any. One Watchdog a process, since signals belong to the
+// An operation may go on in a stream of the GPU after the rank has left it. It is then open until the stream writes a word of the host's memory: the watchdog
+// never asks the driver, which may be what is stuck.
+//
+// Threading: begin, waiting, in_stream and end come from one thread, fail from any. One Watchdog a process, since signals belong to the
 // process. In a world of one rank it is inert: no thread, no handlers, no records.
 
 #include <semaphore.h>
@@ -86,10 +89,16 @@ class Watchdog {
     double deadline_s = 0;    // 0: the watchdog's
     bool background = false;  // no deadline until waiting()
   };
-  // Registers an operation and returns its ticket. At most kPendingMax may be open.
+  // Registers an operation and returns its ticket. At most kPendingMax may be open; for those in a stream it waits.
   int begin(const Operation& operation);
   void waiting(int ticket);  // a background operation is now waited for
   void end(int ticket);
+  // Instead of end(): the operation has ended once *word >= mark.
+  void in_stream(int ticket, const uint64_t* word, uint64_t mark);
+  bool streams_ended();  // of all that was left to them
+
+  // Called in a thread of its own when the job is about to be ended, and not waited for.
+  void before_end(void (*f)()) { before_end_.store(f); }
 
   // Ends the job: `message` becomes the diagnosis. In a world of one, prints it and exits with code 1.
   [[noreturn]] void fail(const std::string& message);
@@ -112,6 +121,8 @@ class Watchdog {
     double deadline_s = 0;  // on the watchdog's clock; 0: none yet
     double limit_s = 0;     // the deadline's length
     bool open = false;
+    const uint64_t* word = nullptr;  // of a stream, which ends the operation by writing `mark`
+    uint64_t mark = 0;
   };
   struct Cause {
     FlightCause cause;
@@ -122,6 +133,8 @@ class Watchdog {
   void run();
   bool look(Cause* cause);
   bool missed_deadline(Cause* cause);
+  void close(Entry& e, double now);
+  void close_passed(double now);
   [[noreturn]] void stop(const Cause& cause);
   FlightRecord record(const Cause& cause);
   std::vector<int> ranks_in_state(char wanted);
@@ -149,6 +162,7 @@ class Watchdog {
   std::string failure_;
 
   std::atomic<bool> quit_{false};
+  std::atomic<void (*)()> before_end_{nullptr};
   // Of the watchdog's thread.
   int ticks_ = 0;
   double last_look_s_ = 0;

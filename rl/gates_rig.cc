@@ -142,6 +142,7 @@ Result<std::unique_ptr<Rig>> Rig::make(const GatesOptions& o, Numerics numerics,
     LOCKSTEP_RETURN_IF_ERROR(rig->peers_.agree(config.status(), "config"));
     const Result<Layouts> layouts = resolve_layouts(parallel, config.value(), context, rig->peers_.size());
     LOCKSTEP_RETURN_IF_ERROR(rig->peers_.agree(layouts.status(), "layouts"));
+    if (model.device == Device::gpu) LOCKSTEP_RETURN_IF_ERROR(world->use_devices(parallel.transport));
     rig->groups_.emplace(make_run_groups(*world, layouts.value(), config.value(), numerics, numerics));
     rig->peers_ = Peers(world, &*rig->groups_);
     use.ranks = &*rig->groups_;

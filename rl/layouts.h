@@ -22,6 +22,7 @@ struct ParallelOptions {
   int64_t rollout_ep = 0;          // 0: the trainer's ep
   int64_t rollout_ranks = 0;       // the last so many of all ranks sample, the others train; 0: all do both
   float deadline_s = 600;
+  Transport transport = Transport::automatic;  // between GPUs
 };
 
 struct Layouts {

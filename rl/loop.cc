@@ -83,6 +83,10 @@ Status Loop::make_layouts() {
   LOCKSTEP_RETURN_IF_ERROR(peers_.agree(resolve(), "layouts"));
   LOCKSTEP_RETURN_IF_ERROR(peers_.same(checksum(model_config_json(config.value())), "model configs"));
   if (peers_.alone()) return Status::ok();
+  if (config_.model.device == Device::gpu) {
+    LOCKSTEP_RETURN_IF_ERROR(peers_.world()->use_devices(config_.parallel.transport));
+    hooks_.say(fmt::format("between GPUs: {}", peers_.world()->device_way()));
+  }
   groups_.emplace(make_run_groups(*peers_.world(), layouts, config.value(), config_.model.numerics, config_.model.sampler_numerics()));
   peers_ = Peers(peers_.world(), &*groups_);
   side_ = peers_.side();
@@ -179,7 +183,8 @@ std::vector<float> Loop::take_waits() {
   peers_.world()->reset_traffic();
   std::vector<float> all(static_cast<size_t>(peers_.size()));
   float mine = static_cast<float>(waited_s);
-  peers_.group()->all_gather(policy_->context(), TensorView(all.data(), DType::f32, {peers_.size()}),
+  Context host = policy_->context().on_host();
+  peers_.group()->all_gather(host, TensorView(all.data(), DType::f32, {peers_.size()}),
                              TensorView(&mine, DType::f32, {1}), "waits");
   return all;
 }

@@ -223,9 +223,8 @@ Result<std::vector<Completion>> Peers::gather(Context& c, std::span<const Comple
   group_->all_gather(std::span(counts), std::span(&count, 1), "completions");
   const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   std::vector<int32_t> all(static_cast<size_t>(total));
-  group_->all_gather(c, TensorView(all.data(), DType::i32, {total}), TensorView(words.data(), DType::i32, {count}), counts,
-                           "completions");
-
+  Context host = c.on_host();
+  group_->all_gather(host, TensorView(all.data(), DType::i32, {total}), TensorView(words.data(), DType::i32, {count}), counts, "completions");
   return read_words(all);
 }
 

@@ -148,10 +148,7 @@ Policy::Policy(Device device, int threads) : context_(device, threads) {}
 Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const PolicyUse& use) {
   if (options.init.empty()) return errorf("model.init is empty; name a checkpoint, or write random");
   RunGroups* const ranks = use.ranks;
-  if (options.device == Device::gpu) {
-    LOCKSTEP_RETURN_IF_ERROR(device_available());
-    if (ranks != nullptr) device_select(ranks->all->rank() % device_count());
-  }
+  if (options.device == Device::gpu) LOCKSTEP_RETURN_IF_ERROR(device_available());
   if (is_directory(options.init)) {
     LOCKSTEP_RETURN_IF_ERROR(ranks == nullptr ? check_checkpoint(options.init) : check_checkpoint(options.init, ranks->rank(), ranks->all->size()));
   }
