@@ -23,6 +23,9 @@ struct DeviceInfo {
 };
 Status device_available();  // an error says why there is none and what to do
 DeviceInfo device_info();
+// Before anything else here, in a process whose GPU will wait for other ranks: all kernels are loaded at once. Loading one later may wait for all that runs, which
+// may be what waits for a rank that this one must answer.
+void device_load_early();
 void device_select(int ordinal);  // of the calling thread, which then makes and uses contexts
 int device_count();
 

@@ -1,6 +1,7 @@
 // The accelerator through CUDA's or HIP's runtime. Arenas are virtual address ranges that grow by mapping physical memory behind what is in use, so that
 // addresses stay (graphs and tensor maps hold them) and nothing is copied.
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -66,6 +67,7 @@ DeviceInfo device_info() {
   RUN(GPU_API(MemGetInfo)(&info.free_bytes, &info.memory_bytes));
   return info;
 }
+void device_load_early() { setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0); }  // read by the driver when it starts; HIP needs none
 void device_select(int ordinal) { RUN(GPU_API(SetDevice)(ordinal)); }
 int device_count() {
   int n = 0;

@@ -48,6 +48,7 @@ DeviceAccess::~DeviceAccess() {
 
 Status device_available() { return Status::ok(); }
 DeviceInfo device_info() { return {.name = "host executor", .memory_bytes = 0, .free_bytes = 0, .multiprocessors = 1, .emulated = true, .id = {}}; }
+void device_load_early() {}
 void device_select(int) {}
 int device_count() { return 1; }
 

@@ -41,6 +41,28 @@ TEST(Device, BytesGoThereAndBack) {
   EXPECT_EQ(on_host(c, pieces[3]).ptr<int32_t>()[0], 3);
 }
 
+// Enough work that the host is ahead of a GPU when it asks.
+TEST(Device, StreamsTellWhereTheyAre) {
+  DeviceContext first(Device::gpu), second(Device::gpu);
+  Context &a = first, &b = second;
+  Arena arena("test", size_t{8} << 30, Device::gpu);
+  uint64_t* const word = device_memory::host_words(2);
+  void* const event = device_event::make();
+  const TensorView from = arena.zeros(DType::i32, {16 << 20}, "from"), to = arena.zeros(DType::i32, {16 << 20}, "to");
+  const int32_t wanted = 7;
+  upload(a, from.slice(from.rows() - 1, 1), ConstTensorView(&wanted, DType::i32, {1}));
+  for (int i = 0; i < 100; ++i) copy(a, to, from);
+  device_memory::write_word(a.stream, word, 1);
+  device_event::record(event, a.stream);
+  device_event::wait(b.stream, event);
+  int32_t seen = 0;
+  download(b, TensorView(&seen, DType::i32, {1}), to.slice(to.rows() - 1, 1));  // waits for b's stream, and so for a's copies
+  EXPECT_EQ(seen, 7);
+  EXPECT_TRUE(device_event::done(event));
+  EXPECT_EQ(__atomic_load_n(word, __ATOMIC_ACQUIRE), 1u);
+  EXPECT_EQ(word[1], 0u);
+}
+
 TEST(Device, CpuContextsCopyInPlace) {
   CpuContext cpu;
   Context& c = cpu;

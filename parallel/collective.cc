@@ -713,6 +713,7 @@ struct GpuOfRank {
 }  // namespace
 
 Status RankWorld::use_devices(Transport transport) {
+  device_load_early();
   LOCKSTEP_RETURN_IF_ERROR(all_->agree(device_available(), "devices"));
   const ProcessId me = this_process();
   std::vector<ProcessId> processes(static_cast<size_t>(size_), me);

@@ -189,7 +189,7 @@ class RankWorld {
   RankGroup& all() { return *all_; }
   Watchdog& watchdog() { return *watchdog_; }
 
-  // All ranks, before they make groups, where tensors will lie on GPUs: gives this thread the GPU that has among its host's the number
+  // All ranks, before they make groups or touch a GPU, where tensors will lie on GPUs: gives this thread the GPU that has among its host's the number
   // that the rank has among its host's ranks (in turn, where there are fewer), and decides the way of what lies there: device if every rank
   // has a GPU of its own and the same library. An error, the same on all ranks, says why `device` cannot be.
   Status use_devices(Transport transport);

@@ -104,6 +104,44 @@ TEST_F(WatchdogTest, OperationsInTimeAndInTheBackgroundAreLeftAlone) {
       ExitedWithCode(kExitStalled), "missed its deadline");
 }
 
+TEST_F(WatchdogTest, OperationsInAStreamAreOpenUntilItPasses) {
+  EXPECT_EXIT(
+      {
+        {
+          Watchdog dog(0, 2, kQuick);
+          const int group = dog.add_group("pair", {0, 1});
+          std::vector<uint64_t> words(Watchdog::kPendingMax);
+          // More than may be open, of which a thread lets the last pass only when all places are taken.
+          std::thread stream([&] {
+            usleep(100'000);
+            for (uint64_t& word : words) __atomic_store_n(&word, 100'000, __ATOMIC_RELEASE);
+          });
+          for (int i = 1; i <= Watchdog::kPendingMax + 10; ++i) {
+            const int ticket = dog.begin(operation(group, "enqueued", i));
+            dog.in_stream(ticket, &words[static_cast<size_t>(ticket)], static_cast<uint64_t>(i));
+          }
+          stream.join();
+          if (!dog.streams_ended()) _exit(1);
+          usleep(500'000);  // beyond the deadline, which nothing is open to miss
+        }
+        _exit(9);
+      },
+      ExitedWithCode(9), "");
+  EXPECT_EXIT(
+      {
+        Watchdog dog(0, 2, kQuick);
+        const int group = dog.add_group("pair", {0, 1});
+        const uint64_t word = 4;
+        const int passed = dog.begin(operation(group, "passed", 1));
+        const int stuck = dog.begin(operation(group, "stuck", 2));
+        dog.in_stream(passed, &word, 4);
+        dog.in_stream(stuck, &word, 5);
+        if (dog.streams_ended()) _exit(1);
+        wait_for_the_end();
+      },
+      ExitedWithCode(kExitStalled), "\"stuck\" of pair, sequence 2, missed its deadline");
+}
+
 TEST_F(WatchdogTest, TimeInWhichTheRankItselfWasStoppedDoesNotCount) {
   EXPECT_EXIT(
       {
