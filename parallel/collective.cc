@@ -26,6 +26,7 @@ namespace lockstep {
 namespace {
 
 constexpr int kExchangeTag = Channel::kTagMax;  // of messages inside collectives
+constexpr int kBlocksMax = 16;                  // of a GPU in an operation between GPUs; each costs about 18 MiB of its memory
 
 double now_s() {
   timespec t{};
@@ -33,17 +34,22 @@ double now_s() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Between two looks at something another rank has to do, or a thread beside this one.
+// Between two looks at something another rank has to do.
 class Backoff {
  public:
-  explicit Backoff(int yields = kYields) : yields_(yields) {}
+  // bytes: may be on their way through the host's memory, where MPI moves them on only when it is asked: no sleep while that lasts.
+  explicit Backoff(int64_t bytes = 0) : moving_s_(static_cast<double>(bytes) / kBytesPerSecond) {}
   void pause() {
-    if (++tries_ <= yields_) {
+    if (++tries_ <= kYields) {
       ::sched_yield();
       return;
     }
     const double now = now_s();
     if (since_ == 0) since_ = now;
+    if (now - since_ < moving_s_) {
+      ::sched_yield();
+      return;
+    }
     const double sleep = std::clamp((now - since_) / 8, 20e-6, 1e-3);
     const timespec t{0, static_cast<long>(sleep * 1e9)};
     nanosleep(&t, nullptr);
@@ -51,7 +57,8 @@ class Backoff {
 
  private:
   static constexpr int kYields = 16;  // about as long as the shortest sleep
-  const int yields_;
+  static constexpr double kBytesPerSecond = 1e9;  // somewhat less than a core copies twice
+  const double moving_s_;
   int tries_ = 0;
   double since_ = 0;
 };
@@ -116,6 +123,10 @@ struct RankGroup::Impl {
     void* device = nullptr;
   };
   std::vector<Slot> slots;
+  Slot& open(Request request) {
+    CHECK(request.slot >= 0 && request.slot < kRequestsMax && slots[request.slot].ticket >= 0, "request {} is not open", request.slot);
+    return slots[request.slot];
+  }
   std::map<std::array<int, 3>, int64_t> messages;  // (peer, tag, 0 for send) to how many were started
 
   ~Impl() {
@@ -190,9 +201,8 @@ void RankGroup::require(const Status& status) {
 
 // A Pending or a DeviceChannel.
 template <typename Started>
-void RankGroup::wait_for(Started& started) {
-  constexpr int kDeviceYields = 200;  // the library's own thread needs tens of microseconds
-  Backoff backoff = std::is_same_v<Started, Pending> ? Backoff() : Backoff(kDeviceYields);
+void RankGroup::wait_for(Started& started, int64_t bytes) {
+  Backoff backoff(bytes);
   for (;;) {
     bool done = false;
     require(started.test(&done));
@@ -217,7 +227,7 @@ DeviceChannel& RankGroup::device_channel() {
   if (rank() == 0) require(DeviceChannel::make_id(&id));
   require(g.channel->broadcast(g.pending, &id, sizeof id, 0));
   wait_for(g.pending);
-  Result<DeviceChannel> joined = DeviceChannel::join(id, rank(), size(), 0);
+  Result<DeviceChannel> joined = DeviceChannel::join(id, rank(), size(), kBlocksMax);
   require(joined.status());
   g.device_channel.emplace(joined.take());
   wait_for(*g.device_channel);
@@ -253,18 +263,21 @@ void RankGroup::exchange(Context* c, Registered& op) {
 // The same between buffers of the host, without own parts.
 void RankGroup::exchange_host(Registered& op) {
   Impl& g = *impl_;
+  int64_t bytes = 0;
   for (int r = 0; r < size(); ++r) {
     if (r == rank() || g.recvs[r].bytes == 0) continue;
     require(g.channel->recv(g.pending, g.recvs[r].data, g.recvs[r].bytes, r, kExchangeTag));
     op.moved.received += g.recvs[r].bytes;
+    bytes += g.recvs[r].bytes;
   }
   for (int step = 1; step < size(); ++step) {
     const int r = (rank() + step) % size();  // not everyone to rank 0 first
     if (g.sends[r].bytes == 0) continue;
     require(g.channel->send(g.pending, g.sends[r].data, g.sends[r].bytes, r, kExchangeTag));
     op.moved.sent += g.sends[r].bytes;
+    bytes += g.sends[r].bytes;
   }
-  wait_for(g.pending);
+  wait_for(g.pending, bytes);
 }
 
 // The same from GPU to GPU.
@@ -308,11 +321,11 @@ void RankGroup::broadcast(Context& c, TensorView x, int root, Purpose p) {
     const TensorView staged = c.host->tensor(x.dtype, x.shape, "broadcast");
     if (rank() == root) download(c, staged, x);
     require(impl_->channel->broadcast(impl_->pending, staged.data, x.bytes(), root));
-    wait_for(impl_->pending);
+    wait_for(impl_->pending, static_cast<int64_t>(x.bytes()));
     if (rank() != root) upload(c, x, staged);
   } else {
     require(impl_->channel->broadcast(impl_->pending, x.data, x.bytes(), root));
-    wait_for(impl_->pending);
+    wait_for(impl_->pending, static_cast<int64_t>(x.bytes()));
   }
   op.moved = bytes;
 }
@@ -593,10 +606,7 @@ RankGroup::Request RankGroup::start_recv(Context& c, TensorView x, int from, int
 }
 
 bool RankGroup::test(Request request) {
-  CHECK(request.slot >= 0 && request.slot < kRequestsMax && impl_->slots[request.slot].ticket >= 0, "request {} is not open",
-        request.slot);
-  Impl::Slot& s = impl_->slots[request.slot];
-  progress();
+  Impl::Slot& s = impl_->open(request);
   if (s.message.state != DeviceMessage::State::none) {
     impl_->device_links->want(s.message, s.peer, s.tag, s.bytes.sent > 0);
     progress();
@@ -604,7 +614,10 @@ bool RankGroup::test(Request request) {
   } else {
     bool done = false;
     require(s.pending.test(&done));
-    if (!done) return false;
+    if (!done) {
+      progress();
+      return false;
+    }
     if (s.context != nullptr) upload_bytes(*s.context, s.device, s.staged.data(), s.staged.size());
     s.context = nullptr;
   }
@@ -625,18 +638,22 @@ void RankGroup::leave(Request request) {
 }
 
 void RankGroup::wait(Request request) {
-  if (test(request)) return;
-  Impl::Slot& s = impl_->slots[request.slot];
+  Impl::Slot& s = impl_->open(request);
+  DeviceMessage& m = s.message;
+  const bool between_gpus = m.state != DeviceMessage::State::none;
+  if (!between_gpus && test(request)) return;
   impl_->world->watchdog_->waiting(s.ticket);
   const char* name = s.name;
   const double start = now_s();
-  if (DeviceMessage& m = s.message; m.state != DeviceMessage::State::none) {
+  if (between_gpus) {
+    impl_->device_links->want(m, s.peer, s.tag, s.bytes.sent > 0);
+    progress();
     for (Backoff backoff; m.state != DeviceMessage::State::in_stream; backoff.pause()) progress();
     device_event::wait(m.stream, m.behind);
     impl_->world->watchdog_->in_stream(s.ticket, m.word, m.mark);
     leave(request);
   } else {
-    for (Backoff backoff; !test(request);) backoff.pause();
+    for (Backoff backoff(s.bytes.sent + s.bytes.received); !test(request);) backoff.pause();
   }
   impl_->traffic(name).wait_s += now_s() - start;
 }

@@ -14,8 +14,9 @@
 // run and with every MPI library. A reduction inside the network is never asked for floats; integers, where order cannot matter,
 // use the library's.
 //
-// Waiting. Operations are started without blocking and polled: a few yields, then sleeps of an eighth of the time waited so far,
-// 20 us to 1 ms. Many more ranks than cores work, and a waiting rank leaves its core to the others.
+// Waiting. Operations are started without blocking and polled: a few yields, and as many as a transfer of that size may need, then
+// sleeps of an eighth of the time waited so far, 20 us to 1 ms. Many more ranks than cores work, and a waiting rank leaves its core to
+// the others.
 //
 // Cost is given in bytes that a rank sends (S) and receives (V) for R ranks; own parts do not count. Traffic counts them as they
 // happen, the *_bytes functions predict them, and they are equal.
@@ -164,7 +165,7 @@ class RankGroup {
   bool between_gpus(const Context& c) const;
   DeviceChannel& device_channel();
   template <typename Started>
-  void wait_for(Started& started);
+  void wait_for(Started& started, int64_t bytes = 0);
   void require(const Status& status);
   void gather(Context* c, char* y, const char* x, std::span<const int64_t> rows, int64_t row_bytes, const Purpose& p);
   template <typename T>
