@@ -181,23 +181,23 @@ struct MmaBf16<256, ACross, BCross> {
         : "l"(a), "l"(b), "r"(accumulate), "n"(ACross), "n"(BCross));
   }
 };
-// The same with A in registers, 16 columns of an accumulator rounded in pairs: a[0], a[2] of its upper row, a[1], a[3] of its lower. B lies across K.
-template <int N>
+// The same with A in registers, 16 columns of an accumulator rounded in pairs: a[0], a[2] of its upper row, a[1], a[3] of its lower.
+template <int N, int BCross = 1>
 struct MmaBf16Registers;
-template <>
-struct MmaBf16Registers<64> {
+template <int BCross>
+struct MmaBf16Registers<64, BCross> {
   GPU_INLINE static void run(float (&d)[32], const unsigned* a, unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
+        "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"
         : LOCKSTEP_R16(d, 0), LOCKSTEP_R16(d, 16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
   }
 };
 template <>
-struct MmaBf16Registers<128> {
+struct MmaBf16Registers<128, 1> {
   GPU_INLINE static void run(float (&d)[64], const unsigned* a, unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
@@ -210,7 +210,7 @@ struct MmaBf16Registers<128> {
   }
 };
 template <>
-struct MmaBf16Registers<256> {
+struct MmaBf16Registers<256, 1> {
   GPU_INLINE static void run(float (&d)[128], const unsigned* a, unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"

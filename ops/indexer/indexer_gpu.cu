@@ -7,33 +7,17 @@
 // above all, of those equal the first. Floor: ten reads of the scores.
 
 #include <algorithm>
-#include <bit>
 
 #include "ops/indexer/indexer_cpu.h"
-#include "ops/row_gpu.h"
-#include "ops/sequence/sequence_gpu.h"
+#include "ops/indexer/indexer_gpu.h"
 
-namespace lockstep::device {
+namespace lockstep::gpu {
 
 namespace {
-
-using namespace gpu;
 
 constexpr int kThreads = 256;
 constexpr int kTileKeys = 64, kBlockKeys = 256;
 constexpr int kKeysAThread = kTileKeys / (kThreads / kTreeLanes);  // 4
-
-template <typename T>
-struct Problem {
-  SequenceArrays seq;
-  const T *q, *keys;
-  const float* weight;
-  int32_t* ranks;  // [queries of the range, rank_stride]
-  int64_t q_stride, weight_stride, key_stride, rank_stride, begin;
-  int heads, width, ratio, per_page, k;
-  bool vectors;  // all rows begin at multiples of 4 elements and are a multiple of 4 long
-  GPU_INLINE int visible(int64_t t) const { return (seq.token_pos[t] + 1) / ratio; }
-};
 
 constexpr int shared_stride(int width) { return ((width + 3) / 4 | 1) * 4; }
 
@@ -59,7 +43,7 @@ GPU_INLINE void load_row(Shared<float> to, const T* from, int width, bool vector
 
 // kHeads: 16 or 64 at a time.
 template <typename T, int kHeads>
-GPU_KERNEL GPU_BOUNDS(kThreads, kHeads == kTreeLanes ? 4 : 2) index_scores_kernel(Problem<T> p) {
+GPU_KERNEL GPU_BOUNDS(kThreads, kHeads == kTreeLanes ? 4 : 2) index_scores_kernel(IndexScores<T> p, bool vectors) {
   constexpr int kA = kHeads / kTreeLanes, kB = kKeysAThread;
   const int64_t t = p.begin + block_x();
   const int visible = p.visible(t), block_begin = block_y() * kBlockKeys;
@@ -75,13 +59,13 @@ GPU_KERNEL GPU_BOUNDS(kThreads, kHeads == kTreeLanes ? 4 : 2) index_scores_kerne
       if (tile == block_begin || p.heads > kHeads) {
         constexpr int kLanes = kThreads / kHeads;
         const int h = first + thread_x() / kLanes;
-        load_row(q.from(thread_x() / kLanes * stride), h < p.heads ? p.q + t * p.q_stride + static_cast<int64_t>(h) * p.width : nullptr, p.width, p.vectors,
+        load_row(q.from(thread_x() / kLanes * stride), h < p.heads ? p.q + t * p.q_stride + static_cast<int64_t>(h) * p.width : nullptr, p.width, vectors,
                  thread_x() % kLanes, kLanes);
       }
       if (first == 0) {
         constexpr int kLanes = kThreads / kTileKeys;
         const int j = tile + thread_x() / kLanes;
-        load_row(keys.from(thread_x() / kLanes * stride), j < block_end ? p.keys + entry_row(p.seq, p.per_page, s, j) * p.key_stride : nullptr, p.width, p.vectors,
+        load_row(keys.from(thread_x() / kLanes * stride), j < block_end ? p.keys + entry_row(p.seq, p.per_page, s, j) * p.key_stride : nullptr, p.width, vectors,
                  thread_x() % kLanes, kLanes);
       }
       sync_block();
@@ -111,9 +95,9 @@ GPU_KERNEL GPU_BOUNDS(kThreads, kHeads == kTreeLanes ? 4 : 2) index_scores_kerne
     }
 #pragma unroll
     for (int b = 0; b < kB; ++b) {
-      const int32_t bits = std::bit_cast<int32_t>(fold_row(lane[b]) + 0.0f);  // -0 ties with 0
+      const int32_t rank = rank_of_score(fold_row(lane[b]));
       const int j = tile + group * kB + b;
-      if (l == 0 && j < block_end) p.ranks[block_x() * p.rank_stride + j] = bits ^ (bits >> 31 & 0x7fffffff);
+      if (l == 0 && j < block_end) p.ranks[block_x() * p.rank_stride + j] = rank;
     }
   }
 }
@@ -121,14 +105,22 @@ GPU_KERNEL GPU_BOUNDS(kThreads, kHeads == kTreeLanes ? 4 : 2) index_scores_kerne
 constexpr int kDigitBits = 4, kDigits = 1 << kDigitBits;
 constexpr int kWaves = kThreads / kWave;
 
-GPU_INLINE int count_bits(uint64_t v) {  // compilers know it as one instruction
-  v -= v >> 1 & 0x5555555555555555u;
-  v = (v & 0x3333333333333333u) + (v >> 2 & 0x3333333333333333u);
-  return static_cast<int>(((v + (v >> 4)) & 0x0f0f0f0f0f0f0f0fu) * 0x0101010101010101u >> 56);
+template <typename T>
+void run_scores(Context& c, const IndexScores<T>& p) {
+  const int heads = p.heads <= kTreeLanes ? kTreeLanes : 4 * kTreeLanes;
+  // All rows begin at multiples of 4 elements and are a multiple of 4 long.
+  const bool vectors =
+      (reinterpret_cast<uintptr_t>(p.q) | reinterpret_cast<uintptr_t>(p.keys) | static_cast<uintptr_t>(p.q_stride | p.key_stride | p.width) * sizeof(T)) % (4 * sizeof(T)) == 0;
+  const Grid grid = {.blocks = p.queries,
+                     .threads = kThreads,
+                     .blocks_y = blocks_for(p.longest, kBlockKeys),
+                     .shared_bytes = static_cast<size_t>((heads + kTileKeys) * shared_stride(p.width)) * sizeof(float) + 32};
+  if (heads == kTreeLanes) launch(c, "index_scores", grid, index_scores_kernel<T, kTreeLanes>, p, vectors);
+  else launch(c, "index_scores", grid, index_scores_kernel<T, 4 * kTreeLanes>, p, vectors);
 }
 
 template <typename T>
-GPU_KERNEL GPU_BOUNDS(kThreads) index_choice_kernel(int32_t* selected, int64_t selected_stride, Problem<T> p) {
+GPU_KERNEL GPU_BOUNDS(kThreads) index_choice_kernel(int32_t* selected, int64_t selected_stride, IndexScores<T> p) {
   const int64_t t = p.begin + block_x();
   const int n = p.visible(t), k = p.k;
   int32_t* const out = selected + t * selected_stride;
@@ -201,6 +193,31 @@ GPU_KERNEL GPU_BOUNDS(kThreads) index_choice_kernel(int32_t* selected, int64_t s
   }
 }
 
+}  // namespace
+
+void index_scores_portable(Context& c, const IndexScores<bf16>& p) { run_scores(c, p); }
+
+}  // namespace lockstep::gpu
+
+namespace lockstep::device {
+
+namespace {
+
+using namespace gpu;
+
+#if LOCKSTEP_GPU_CUDA || LOCKSTEP_GPU_HIP
+constexpr bool kMatrixUnits = true;
+#else
+constexpr bool kMatrixUnits = false;
+#endif
+
+void scores(Context& c, const IndexScores<float>& p, bool) { run_scores(c, p); }
+void scores(Context& c, const IndexScores<bf16>& p, bool matrix_units) {
+  if constexpr (kMatrixUnits)
+    if (matrix_units) return index_scores_on_matrix_units(c, p);
+  index_scores_portable(c, p);
+}
+
 // Scratch for the scores of as many queries as fit.
 constexpr int64_t kScratchBytes = int64_t{512} << 20;
 
@@ -209,29 +226,21 @@ void select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView 
   const int64_t longest = seq.longest / shape.ratio;
   const int64_t range = std::min(seq.num_tokens, std::max<int64_t>(1, kScratchBytes / static_cast<int64_t>(sizeof(int32_t)) / std::max<int64_t>(longest, 1)));
   ArenaScope scope(*c.workspace);
-  Problem<T> p = {};
+  IndexScores<T> p = {};
   p.seq = arrays(seq);
   p.q = q.ptr<T>(), p.q_stride = q.row_stride;
   if (longest > 0) p.keys = keys.ptr<T>(), p.key_stride = keys.row_stride;
   p.weight = weight.ptr<float>(), p.weight_stride = weight.row_stride;
   p.heads = static_cast<int>(q.dim(1)), p.width = static_cast<int>(q.dim(2));
   p.ratio = static_cast<int>(shape.ratio), p.per_page = static_cast<int>(shape.per_page), p.k = static_cast<int>(selected.dim(1));
-  p.vectors = (reinterpret_cast<uintptr_t>(p.q) | reinterpret_cast<uintptr_t>(p.keys) | static_cast<uintptr_t>(p.q_stride | p.key_stride | p.width) * sizeof(T)) %
-                  (4 * sizeof(T)) == 0;
   p.rank_stride = longest;
+  p.longest = static_cast<int>(longest);
   if (longest > p.k) p.ranks = static_cast<int32_t*>(c.workspace->allocate(static_cast<size_t>(range * longest) * sizeof(int32_t), "index scores"));
-  const int heads = p.heads <= kTreeLanes ? kTreeLanes : 4 * kTreeLanes;
+  const bool matrix_units = index_scores_on_matrix_units_take(q, weight, keys);
   for (p.begin = 0; p.begin < seq.num_tokens; p.begin += range) {
-    const int64_t queries = std::min(range, seq.num_tokens - p.begin);
-    if (longest > p.k) {
-      const Grid grid = {.blocks = queries,
-                         .threads = kThreads,
-                         .blocks_y = blocks_for(longest, kBlockKeys),
-                         .shared_bytes = static_cast<size_t>((heads + kTileKeys) * shared_stride(p.width)) * sizeof(float) + 32};
-      if (heads == kTreeLanes) launch(c, "index_scores", grid, index_scores_kernel<T, kTreeLanes>, p);
-      else launch(c, "index_scores", grid, index_scores_kernel<T, 4 * kTreeLanes>, p);
-    }
-    launch(c, "index_choice", {.blocks = queries, .threads = kThreads, .shared_bytes = sizeof(int) * (kDigits * kThreads + kDigits + 2 * kWaves) + 64},
+    p.queries = std::min(range, seq.num_tokens - p.begin);
+    if (longest > p.k) scores(c, p, matrix_units);
+    launch(c, "index_choice", {.blocks = p.queries, .threads = kThreads, .shared_bytes = sizeof(int) * (kDigits * kThreads + kDigits + 2 * kWaves) + 64},
            index_choice_kernel<T>, selected.ptr<int32_t>(), selected.row_stride, p);
   }
 }

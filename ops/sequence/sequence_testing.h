@@ -99,6 +99,7 @@ class Call {
              longest};
   }
   const SequenceView& view() const { return view_; }
+  int64_t global_row(int64_t i) const { return global_row_[static_cast<size_t>(i)]; }
 
   // The entries of `ratio` that complete in this call; valid while the call lives.
   EntryView entries(int64_t ratio) {
