@@ -42,6 +42,31 @@ void multiply(Float16& acc, const Vector<T, kEach>& a, const Vector<T, kEach>& b
     acc[i] = sum;
   }
 }
+
+// The same of E4M3 and E2M1, each element times the scale of its lane.
+inline void multiply_scaled(Float16& acc, const Vector<e4m3, 32>& a, ue8m0 a_scale, const Vector<e2m1x2, 16>& b, ue8m0 b_scale, const char* file, int line) {
+  static_assert(kWave == 64);
+  struct alignas(8) Lane {
+    Vector<e4m3, 32> a;
+    Vector<e2m1x2, 16> b;
+    ue8m0 a_scale, b_scale;
+  };
+  constexpr int kWords = sizeof(Lane) / 8;
+  uint64_t mine[kWords] = {};
+  const Lane my = {a, b, a_scale, b_scale};
+  std::memcpy(mine, &my, sizeof my);
+  const uint64_t* const all = simt::exchange(mine, kWords, GPU_PLACE);
+  Lane lanes[kWave];
+  std::memcpy(lanes, all, sizeof lanes);
+  for (int i = 0; i < 16; ++i)
+    for (int half = 0; half < 2; ++half) {
+      const Lane &row = lanes[32 * half + result_row(i)], &column = lanes[32 * half + result_column()];
+      for (int k = 0; k < 32; ++k) {
+        const e2m1x2 pair = column.b.v[k / 2];
+        acc[i] = fma(to_f32(row.a.v[k]) * to_f32(row.a_scale), (k % 2 == 0 ? low_to_f32(pair) : high_to_f32(pair)) * to_f32(column.b_scale), acc[i]);
+      }
+    }
+}
 #endif
 
 // K of 16, bf16.
@@ -60,6 +85,20 @@ GPU_INLINE void multiply_e4m3(Float16& acc, const Vector<e4m3, 32>& a, const Vec
 #else
   typedef int Int8 __attribute__((ext_vector_type(8)));
   acc = __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(__builtin_bit_cast(Int8, a), __builtin_bit_cast(Int8, b), acc, 0, 0, 0, 0x7f7f7f7f, 0, 0x7f7f7f7f);
+#endif
+}
+
+// K of 64, E4M3 by E2M1, a lane's 32 elements of each times a scale of theirs: the lowest byte of a_scale, byte ScaleByte of b_scales.
+template <int ScaleByte>
+GPU_INLINE void multiply_e4m3_e2m1(Float16& acc, const Vector<e4m3, 32>& a, uint32_t a_scale, const Vector<e2m1x2, 16>& b, uint32_t b_scales GPU_PLACE_PARAMETER) {
+#if LOCKSTEP_GPU_SIMT
+  multiply_scaled(acc, a, {static_cast<uint8_t>(a_scale)}, b, {static_cast<uint8_t>(b_scales >> 8 * ScaleByte)}, file, line);
+#else
+  typedef int Int8 __attribute__((ext_vector_type(8)));
+  typedef int Int4 __attribute__((ext_vector_type(4)));
+  const auto codes = __builtin_bit_cast(Int4, b);  // the instruction takes four registers of this format, whatever the builtin says
+  acc = __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(__builtin_bit_cast(Int8, a), __builtin_shufflevector(codes, codes, 0, 1, 2, 3, -1, -1, -1, -1), acc, 0, 4, 0,
+                                                        static_cast<int>(a_scale), ScaleByte, static_cast<int>(b_scales));
 #endif
 }
 
