@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles every kernel source for gfx950 (CDNA4) and asserts on the assembly, since no such GPU need be at hand:
 #   no register spills to memory (scalar registers parked in lanes of a vector register are not); static shared memory within a workgroup's 160 KB; registers that let a workgroup of the kernel's launch bounds be resident;
-#   no calls of device functions, which nothing would link; matrix instructions in files *_cdna4.cu.
+#   no calls of device functions, which nothing would link; matrix instructions in files *_cdna4*.cu, the scaled one of E2M1 in *_cdna4_fp4.cu.
 # The runtime's own file, core/device_gpu.cu, is checked for the host.
 #
 #   tests/gfx950_test.sh SOURCE_DIR WORK_DIR
@@ -23,7 +23,8 @@ check() {
   if grep -q s_swappc "$out.s"; then
     echo "$source: calls $(grep -o '[^ ,]*@rel32@lo' "$out.s" | sort -u | head -n 5 | tr '\n' ' ')" && wrong=1
   fi
-  if [[ $source == *_cdna4.cu ]] && ! grep -q v_mfma_ "$out.s"; then echo "$source: no matrix instructions" && wrong=1; fi
+  if [[ $source == *_cdna4*.cu ]] && ! grep -q v_mfma_ "$out.s"; then echo "$source: no matrix instructions" && wrong=1; fi
+  if [[ $source == *_cdna4_fp4.cu ]] && ! grep -q 'v_mfma_scale_f32_32x32x64_f8f6f4 .*blgp:4' "$out.s"; then echo "$source: no scaled matrix instruction of E2M1" && wrong=1; fi
   grep -q -e GPU_KERNEL -e __global__ "$source" || return $wrong  # it only launches others' kernels
   # The metadata has one entry a kernel.
   awk -v source="$source" '

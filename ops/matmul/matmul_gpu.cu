@@ -30,7 +30,14 @@ bool readable(ConstTensorView rows) {
   return inner_stride(rows) * static_cast<int64_t>(dtype_bytes(rows.dtype)) % 16 == 0 && (s.rank < 3 || (s[0] <= gpu::kExpertsMax && rows.row_stride == s[1] * s[2]));
 }
 
+// E2M1 codes with scales of [1, 32], in whole blocks of the inputs' scales.
+bool use_matrix_units_fp4(ConstTensorView x, const WeightView& w, int64_t k_segment) {
+  return kMatrixUnits && w.rows.shape.elements() > 0 && readable(w.rows) && gpu::tensor_core_operand(w.rows) && x.dim(1) % 128 == 0 && k_segment == 0 && w.row_grid.block == 1 &&
+         w.col_grid.block == 32 && cutting_period(w.col_grid, x.dim(1)) == 0 && w.scales.contiguous() && reinterpret_cast<uintptr_t>(w.scales.data) % 4 == 0;
+}
+
 bool use_matrix_units(ConstTensorView x, const WeightView& w, int64_t k_segment) {
+  if (w.rows.dtype == DType::e2m1x2) return use_matrix_units_fp4(x, w, k_segment);
   const int e = w.rows.shape.rank - 2;
   const int64_t n = w.rows.shape[e], k = w.rows.shape[e + 1];
   if (!kMatrixUnits || !readable(w.rows) || !gpu::matmul_supported(w.rows, cutting_period(w.row_grid, n), cutting_period(w.col_grid, k), k_segment)) return false;
@@ -49,9 +56,9 @@ void forward_on_matrix_units(Context& c, TensorView y, ConstTensorView x, const 
                    scales = c.workspace->tensor(DType::f32, {m, num_blocks(k, 128)}, "matmul scales");
   gpu::quantize_rows(c, codes, scales, x);
   p.x = codes.data, p.x_stride = codes.row_stride;
-  gpu::matmul_fp8({.codes = p, .x_scale = scales.ptr<float>(), .w_scale = static_cast<const uint8_t*>(w.scales.data), .x_scale_stride = scales.row_stride,
-                   .w_scale_stride = inner_stride(w.scales)},
-                  c.stream);
+  const gpu::Fp8Problem q = {.codes = p, .x_scale = scales.ptr<float>(), .w_scale = static_cast<const uint8_t*>(w.scales.data), .x_scale_stride = scales.row_stride,
+                             .w_scale_stride = inner_stride(w.scales)};
+  w.rows.dtype == DType::e2m1x2 ? gpu::matmul_fp4(q, c.stream) : gpu::matmul_fp8(q, c.stream);
 }
 
 // dy in bf16, in the workspace, which the caller's scope releases.

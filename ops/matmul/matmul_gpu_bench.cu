@@ -399,6 +399,15 @@ struct Fp8Arrays {
   }
 };
 
+// The same x, and bytes of w as two E2M1 codes each.
+gpu::Fp8Problem fp4_problem(const Fp8Arrays& a, const unsigned char* scales) {
+  gpu::Fp8Problem p = a.problem;
+  p.codes.w_stride = p.codes.k / 2;
+  p.w_scale = scales;
+  p.w_scale_stride = p.codes.k / 32;
+  return p;
+}
+
 void check_fp8() {
   const std::vector<int32_t> offsets = some_offsets(), everything = {0, offsets.back()};
   for (const auto [n, k, k_segment, grouped] :
@@ -467,6 +476,25 @@ void check_fp8() {
     CUDA_OK(cudaDeviceSynchronize());
   });
 }
+// Values are matmul_gpu_fp4_test's business.
+void check_fp4() {
+  const int64_t n = 4096, k = 4096, most = 8192, experts = 24;
+  const Fp8Arrays a(most, n, k, nullptr, false, experts);
+  DeviceArray<unsigned char> scales(static_cast<size_t>(experts * n * k / 32));
+  fill_exponents<<<64, 256>>>(scales.p, static_cast<size_t>(experts * n * k / 32), 5);
+  for (const bool grouped : {false, true})
+    check_rows_of("fp4 rows are those of any other M", most, n, [&](int64_t first, int64_t m, void* y) {
+      const auto at = on_device(part_of_offsets(most, experts, first, m));
+      gpu::Fp8Problem p = fp4_problem(a, scales.p);
+      p.codes.m = m;
+      p.codes.x = a.x.p + first * k;
+      p.codes.y = y;
+      p.x_scale += first * p.x_scale_stride;
+      if (grouped) p.codes.offsets = at.p, p.codes.experts = experts;
+      gpu::matmul_fp4(p, nullptr);
+      CUDA_OK(cudaDeviceSynchronize());
+    });
+}
 
 // Flash: 256 experts, 4096 to 2 x 2048 and back; tokens times 6 rows, spread evenly.
 void measure_experts() {
@@ -508,6 +536,10 @@ void measure_experts() {
       a.problem.codes.offsets = at.p;
       a.problem.codes.experts = experts;
       print("grouped fp8", median_seconds([&] { gpu::matmul_fp8(a.problem, nullptr); }), 1);
+      DeviceArray<unsigned char> scales(static_cast<size_t>(experts * n * k / 32));
+      fill_exponents<<<1024, 256>>>(scales.p, static_cast<size_t>(experts * n * k / 32), 5);
+      const gpu::Fp8Problem fp4 = fp4_problem(a, scales.p);
+      print("grouped fp4", median_seconds([&] { gpu::matmul_fp4(fp4, nullptr); }), 17.0 / 32);
     }
 }
 
@@ -547,12 +579,18 @@ void measure_gradients() {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  if (argc > 1 && std::strcmp(argv[1], "experts") == 0) {  // those alone
+    check_fp4();
+    measure_experts();
+    return ok ? 0 : 1;
+  }
   check_values();
   check_experts();
   check_large();
   check_rows();
   check_fp8();
+  check_fp4();
   std::printf("{\"check\": \"all\", \"ok\": %s}\n", ok ? "true" : "false");
   const int64_t shapes[][2] = {{4096, 4096}, {32768, 1024}, {1024, 4096}, {8192, 4096}, {4096, 8192}, {2048, 4096}, {4096, 2048}};
   for (const auto& [n, k] : shapes)

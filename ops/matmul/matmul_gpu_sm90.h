@@ -118,14 +118,14 @@ struct Stages {
   int at = 0;
   unsigned phase = 0;
 
-  // By all threads of the block; the caller's barrier must follow.
-  GPU_INLINE explicit Stages(char* shared)
+  // By all threads of the block; the caller's barrier must follow. `readers` arrive before a stage is filled again.
+  GPU_INLINE explicit Stages(char* shared, unsigned readers = T::kConsumers)
       : data(reinterpret_cast<typename T::Stage*>(shared)), boxes(shared + T::kStages * sizeof(typename T::Stage)),
         full(reinterpret_cast<sm90::Barrier*>(boxes + T::kConsumers * 2 * kBoxBytes)), empty(full + T::kStages) {
     if (threadIdx.x != 0) return;
     for (int s = 0; s < T::kStages; ++s) {
       full[s].init(1);
-      empty[s].init(T::kConsumers);
+      empty[s].init(readers);
     }
     sm90::publish_barriers();
   }
@@ -279,17 +279,19 @@ inline EncodeTiled encode_tiled() {
   return f;
 }
 
-// [slabs, rows, columns], slabs rows * row_stride apart, read in boxes of box_rows x 128 bytes of one slab with 128-byte swizzle; beyond the edges come zeros.
-template <typename T>
+// [slabs, rows, columns], slabs rows * row_stride apart, read in boxes of box_rows x 128 (or 64) bytes of one slab with a swizzle of so many bytes; beyond the edges come zeros.
+template <typename T, int BoxBytes = 128>
 CUtensorMap make_map(const void* data, int64_t slabs, int64_t rows, int64_t columns, int64_t row_stride, int box_rows) {
+  static_assert(BoxBytes == 128 || BoxBytes == 64);
   CUtensorMap map;
   const cuuint64_t size[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(slabs)};
   const cuuint64_t pitch = static_cast<cuuint64_t>(row_stride) * sizeof(T), stride[2] = {pitch, pitch * static_cast<cuuint64_t>(rows)};
-  const cuuint32_t box[3] = {128 / sizeof(T), static_cast<cuuint32_t>(box_rows), 1}, step[3] = {1, 1, 1};
+  const cuuint32_t box[3] = {BoxBytes / sizeof(T), static_cast<cuuint32_t>(box_rows), 1}, step[3] = {1, 1, 1};
   constexpr CUtensorMapDataType kType = sizeof(T) == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                         : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                          : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const CUresult r = encode_tiled()(&map, kType, 3, const_cast<void*>(data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  const CUresult r = encode_tiled()(&map, kType, 3, const_cast<void*>(data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                    BoxBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   GPU_CHECK(r == CUDA_SUCCESS, "cuTensorMapEncodeTiled says %d for [%ld, %ld, %ld] with stride %ld; rows must start at multiples of 16 bytes", static_cast<int>(r),
             static_cast<long>(slabs), static_cast<long>(rows), static_cast<long>(columns), static_cast<long>(row_stride));
