@@ -62,6 +62,7 @@ __device__ inline void __syncwarp(unsigned mask = 0xffffffffu) { __nvvm_bar_warp
 __device__ inline unsigned __ballot_sync(unsigned mask, int vote) { return __nvvm_vote_ballot_sync(mask, vote != 0); }
 __device__ inline int __all_sync(unsigned mask, int vote) { return __nvvm_vote_all_sync(mask, vote != 0); }
 __device__ inline int __any_sync(unsigned mask, int vote) { return __nvvm_vote_any_sync(mask, vote != 0); }
+__device__ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) { return __nvvm_prmt(a, b, selector); }
 __device__ inline int __popc(unsigned v) { return __builtin_popcount(v); }
 __device__ inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 __device__ inline int __ffs(int v) { return __builtin_ffs(v); }
