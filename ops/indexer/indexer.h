@@ -8,6 +8,8 @@
 //   selected [T, k] i32
 // When visible <= k every visible entry is listed and no score is computed.
 // Numerics: dot is one fma chain over di ascending; the sum over heads is the 16-lane tree of weight * relu(dot) (tree_dot). Row contract holds.
+//   On a GPU with matrix units a dot of bf16 in heads of 64 or 128 channels, 16, 32 or 64 of them, is the unit's sum, channels ascending in steps of 16; the tree is
+//   the same (indexer_gpu.h). The choice is by dtype and shape alone, so that decode, prefill and training choose the same entries.
 // No gradient exists through this op (V4 spec 6.1). Scratch, a worker: scores of 16 queries, one block of keys; on the GPU the
 // scores of as many queries as 512 MiB hold.
 // Source: V4 spec 2.5, 2.6.

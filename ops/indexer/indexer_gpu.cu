@@ -4,7 +4,8 @@
 // 16 has the heads l, l + 16, ... and so is virtual lane l of the sum over heads. Floor: 2 H di operations a score / 67 TFLOP/s (Hopper, f32).
 //
 // Choice: scores as integers of the same order. A block finds its query's k-th largest digit by digit from the top, counting; then writes indices, ascending: of those
-// above all, of those equal the first. Floor: ten reads of the scores.
+// above all, of those equal the first. Up to kMostHeld scores are read once, to shared memory. Floor: ten reads of the
+// scores, from shared memory or the cache.
 
 #include <algorithm>
 
@@ -119,7 +120,9 @@ void run_scores(Context& c, const IndexScores<T>& p) {
   else launch(c, "index_scores", grid, index_scores_kernel<T, 4 * kTreeLanes>, p, vectors);
 }
 
-template <typename T>
+constexpr int kMostHeld = 8192;  // 32 KB beside the counts' 16
+
+template <typename T, bool Held>
 GPU_KERNEL GPU_BOUNDS(kThreads) index_choice_kernel(int32_t* selected, int64_t selected_stride, IndexScores<T> p) {
   const int64_t t = p.begin + block_x();
   const int n = p.visible(t), k = p.k;
@@ -131,7 +134,13 @@ GPU_KERNEL GPU_BOUNDS(kThreads) index_choice_kernel(int32_t* selected, int64_t s
   SharedMemory memory;
   const Shared<int> counts = memory.take<int>(kDigits * kThreads), totals = memory.take<int>(kDigits), above = memory.take<int>(kWaves), equal = memory.take<int>(kWaves);
   const int32_t* const ranks = p.ranks + block_x() * p.rank_stride;
-  const auto rank = [&](int i) { return static_cast<uint32_t>(ranks[i]) ^ 0x80000000u; };
+  const Shared<int32_t> held = memory.take<int32_t>(Held ? p.longest : 0);
+  if constexpr (Held) {
+#pragma unroll 8
+    for (int i = thread_x(); i < n; i += kThreads) held.store(i, ranks[i]);
+    sync_block();
+  }
+  const auto rank = [&](int i) { return static_cast<uint32_t>(Held ? held.load(i) : ranks[i]) ^ 0x80000000u; };
 
   // The k-th largest: `found` its digits so far, `left` how many of those that share them are wanted.
   uint32_t found = 0;
@@ -240,8 +249,11 @@ void select(Context& c, TensorView selected, ConstTensorView q, ConstTensorView 
   for (p.begin = 0; p.begin < seq.num_tokens; p.begin += range) {
     p.queries = std::min(range, seq.num_tokens - p.begin);
     if (longest > p.k) scores(c, p, matrix_units);
-    launch(c, "index_choice", {.blocks = p.queries, .threads = kThreads, .shared_bytes = sizeof(int) * (kDigits * kThreads + kDigits + 2 * kWaves) + 64},
-           index_choice_kernel<T>, selected.ptr<int32_t>(), selected.row_stride, p);
+    const bool held = longest <= kMostHeld;
+    const Grid grid = {.blocks = p.queries,
+                       .threads = kThreads,
+                       .shared_bytes = sizeof(int) * static_cast<size_t>(kDigits * kThreads + kDigits + 2 * kWaves + (held ? longest : 0)) + 64};
+    launch(c, "index_choice", grid, held ? index_choice_kernel<T, true> : index_choice_kernel<T, false>, selected.ptr<int32_t>(), selected.row_stride, p);
   }
 }
 

@@ -57,10 +57,10 @@ TEST(IndexerGpu, LongListsAndPieces) {
   compare({{19, 40, 2}, 4, 12, 2, 4}, DType::f32, 0, 5);
   CpuContext cpu;
   testing::Gpu gpu;
-  const SequenceSet set = testing::make_sequence_set(1, {900}, 3);
-  Call call(set, {{.id = 0, .pos = 897, .rows = 3}});
   const IndexerShape shape = {.ratio = 1, .per_page = 3};
-  for (const int64_t k : {1, 30, 896}) {
+  for (const auto& [length, k] : {std::pair<int64_t, int64_t>{900, 1}, {900, 30}, {900, 896}, {8300, 100}}) {  // 8300: more than the choice holds in shared memory
+    const SequenceSet set = testing::make_sequence_set(1, {length}, 3);
+    Call call(set, {{.id = 0, .pos = length - 3, .rows = 3}});
     const Tensor q = random_tensor(2, DType::bf16, {3, 2, 8}), weight = random_tensor(3, DType::f32, {3, 2}), keys = random_tensor(4, DType::bf16, {set.num_pages * 3, 8});
     const Tensor selected(DType::i32, {3, k});
     const TensorView gselected = gpu.put(selected);
