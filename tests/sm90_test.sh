@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles every kernel source for sm_90a (Hopper) to PTX with Debian's clang, where neither CUDA nor a GPU is at hand: against declarations of our own
-# (tests/cuda_stand_in). What ptxas makes of it, registers and spills, only a CUDA build tells. Asserted: it compiles; nothing is called that is not there;
-# files *_sm90*.cu hold warpgroup matrix instructions, and keep no array in local memory.
+# (tests/cuda_stand_in). Registers, spills and what is inlined are nvcc's, and only a CUDA build tells them. Asserted: it compiles; nothing is called that is not
+# there; files *_sm90*.cu hold warpgroup matrix instructions.
 #
 #   tests/sm90_test.sh SOURCE_DIR WORK_DIR
 # Exit codes: 0, 1 (what is wrong is printed), 77 without the compiler.
@@ -16,7 +16,6 @@ check() {
   if grep -q '^\.extern \.func' "$out.s"; then echo "$source: calls $(grep -A 1 '^\.extern \.func' "$out.s" | tr '\n' ' ')" && wrong=1; fi
   if [[ $source == *_sm90*.cu ]]; then
     grep -q 'wgmma\.mma_async' "$out.s" || { echo "$source: no matrix instructions"; wrong=1; }
-    if grep -q '^[[:space:]]*\.local' "$out.s"; then echo "$source: arrays in local memory" && wrong=1; fi
   fi
   return $wrong
 }
