@@ -30,6 +30,21 @@ DeviceContext::~DeviceContext() {
   if (context_.on_gpu()) destroy_stream(context_.stream);
 }
 
+StreamMark::~StreamMark() {
+  if (event_ != nullptr) device_event::destroy(event_);
+}
+void StreamMark::set(Context& c) {
+  if (!c.on_gpu()) {
+    time_ = std::chrono::steady_clock::now();
+    return;
+  }
+  if (event_ == nullptr) event_ = device_event::make(/*timed=*/true);
+  device_event::record(event_, c.stream);
+}
+double StreamMark::seconds_since(const StreamMark& earlier) const {
+  return event_ == nullptr ? std::chrono::duration<double>(time_ - earlier.time_).count() : device_event::seconds(earlier.event_, event_);
+}
+
 void synchronize(Context& c) {
   if (!c.on_gpu()) return;
   check_may("the host waits for the stream");

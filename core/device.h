@@ -5,6 +5,7 @@
 //
 // Errors of the runtime (no device, no memory, a kernel that failed) are CHECKs with the runtime's own text: the caller asked device_available() first.
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -18,6 +19,7 @@ struct DeviceInfo {
   std::string name;
   size_t memory_bytes = 0, free_bytes = 0;
   int multiprocessors = 0;
+  std::string software;   // runtime and driver with their versions
   bool emulated = false;  // the host executor
   std::string id;         // the UUID, 16 bytes, unlike that of any other GPU; the executor has none
 };
@@ -54,12 +56,14 @@ uint64_t* host_words(size_t count);
 void write_word(void* stream, uint64_t* word, uint64_t value);
 }  // namespace device_memory
 
-// A place in a stream, for other streams and the host to wait for.
+// A place in a stream: for other streams and the host to wait for, and to measure the time between two. StreamMark is made of them.
 namespace device_event {
-void* make();
+void* make(bool timed = false);
+void destroy(void* event);
 void record(void* event, void* stream);
-void wait(void* stream, void* event);  // what comes next in the stream waits for where the event was recorded last
-bool done(void* event);                // does not wait
+void wait(void* stream, void* event);   // what comes next in the stream waits for where the event was recorded last
+bool done(void* event);                 // does not wait
+double seconds(void* from, void* to);   // of timed events; waits for `to`
 }  // namespace device_event
 
 // A context on either device with its own pool, workspace, host scratch and stream: what programs start from (CpuContext serves where the CPU is meant).
@@ -84,6 +88,22 @@ void destroy_stream(void* stream);  // waits for its work
 
 // The host waits until all work of the context's stream is done. Nothing on the CPU.
 void synchronize(Context& c);
+
+// A place in the work of a context's stream, for measurements: reached when all that was enqueued before it is done. On the CPU, where work has ended when its
+// call returns, the time.
+class StreamMark {
+ public:
+  StreamMark() = default;
+  ~StreamMark();
+  StreamMark(const StreamMark&) = delete;
+  StreamMark& operator=(const StreamMark&) = delete;
+  void set(Context& c);
+  double seconds_since(const StreamMark& earlier) const;  // both set, in one context; waits until this one is reached
+
+ private:
+  void* event_ = nullptr;  // of the GPU
+  std::chrono::steady_clock::time_point time_;
+};
 
 // Contiguous views of one shape and dtype. All work on the CPU too, where they are plain copies.
 void copy(Context& c, TensorView to, ConstTensorView from);           // both in the context's memory

@@ -33,6 +33,19 @@ constexpr Error kOk = GPU_API(Success);
 
 GPU_API(Stream_t) as_stream(void* stream) { return static_cast<GPU_API(Stream_t)>(stream); }
 
+std::string version(int v) {
+#if defined(__HIP__)
+  return std::to_string(v / 10000000) + "." + std::to_string(v / 100000 % 100);
+#else
+  return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10);
+#endif
+}
+#if defined(__HIP__)
+constexpr const char* kRuntime = "HIP";
+#else
+constexpr const char* kRuntime = "CUDA";
+#endif
+
 constexpr size_t kGrowth = size_t{64} << 20;  // physical memory is mapped in multiples of this; a multiple of every device's granularity (2 MiB)
 
 }  // namespace
@@ -65,6 +78,10 @@ DeviceInfo device_info() {
   info.id.assign(p.uuid.bytes, sizeof p.uuid.bytes);
 #endif
   RUN(GPU_API(MemGetInfo)(&info.free_bytes, &info.memory_bytes));
+  int runtime = 0, driver = 0;
+  RUN(GPU_API(RuntimeGetVersion)(&runtime));
+  RUN(GPU_API(DriverGetVersion)(&driver));
+  info.software = std::string(kRuntime) + " runtime " + version(runtime) + ", driver for " + kRuntime + " " + version(driver);
   return info;
 }
 void device_load_early() { setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0); }  // read by the driver when it starts; HIP needs none
@@ -236,11 +253,12 @@ namespace device_event {
 
 GPU_API(Event_t) as_event(void* event) { return static_cast<GPU_API(Event_t)>(event); }
 
-void* make() {
+void* make(bool timed) {
   GPU_API(Event_t) event;
-  RUN(GPU_API(EventCreateWithFlags)(&event, GPU_API(EventDisableTiming)));
+  RUN(GPU_API(EventCreateWithFlags)(&event, timed ? GPU_API(EventDefault) : GPU_API(EventDisableTiming)));
   return event;
 }
+void destroy(void* event) { RUN(GPU_API(EventDestroy)(as_event(event))); }
 void record(void* event, void* stream) { RUN(GPU_API(EventRecord)(as_event(event), as_stream(stream))); }
 void wait(void* stream, void* event) { RUN(GPU_API(StreamWaitEvent)(as_stream(stream), as_event(event), 0)); }
 bool done(void* event) {
@@ -248,6 +266,12 @@ bool done(void* event) {
   if (e == GPU_API(ErrorNotReady)) return false;
   RUN(e);
   return true;
+}
+double seconds(void* from, void* to) {
+  RUN(GPU_API(EventSynchronize)(as_event(to)));
+  float ms = 0;
+  RUN(GPU_API(EventElapsedTime)(&ms, as_event(from), as_event(to)));
+  return ms * 1e-3;
 }
 
 }  // namespace device_event

@@ -47,7 +47,7 @@ DeviceAccess::~DeviceAccess() {
 }  // namespace simt
 
 Status device_available() { return Status::ok(); }
-DeviceInfo device_info() { return {.name = "host executor", .memory_bytes = 0, .free_bytes = 0, .multiprocessors = 1, .emulated = true, .id = {}}; }
+DeviceInfo device_info() { return {.name = "host executor", .memory_bytes = 0, .free_bytes = 0, .multiprocessors = 1, .software = {}, .emulated = true, .id = {}}; }
 void device_load_early() {}
 void device_select(int) {}
 int device_selected() { return 0; }
@@ -120,10 +120,16 @@ void destroy_graph(void* graph) { delete static_cast<Graph*>(graph); }
 
 // Nothing is in a stream when a call returns.
 namespace device_event {
-void* make() { return nullptr; }
-void record(void*, void*) {}
+
+using Time = std::chrono::steady_clock::time_point;
+
+void* make(bool) { return new Time; }
+void destroy(void* event) { delete static_cast<Time*>(event); }
+void record(void* event, void*) { *static_cast<Time*>(event) = std::chrono::steady_clock::now(); }
 void wait(void*, void*) {}
 bool done(void*) { return true; }
+double seconds(void* from, void* to) { return std::chrono::duration<double>(*static_cast<Time*>(to) - *static_cast<Time*>(from)).count(); }
+
 }  // namespace device_event
 
 void* make_stream() { return new simt::Stream; }

@@ -59,6 +59,7 @@ TEST(Device, StreamsTellWhereTheyAre) {
   download(b, TensorView(&seen, DType::i32, {1}), to.slice(to.rows() - 1, 1));  // waits for b's stream, and so for a's copies
   EXPECT_EQ(seen, 7);
   EXPECT_TRUE(device_event::done(event));
+  device_event::destroy(event);
   EXPECT_EQ(__atomic_load_n(word, __ATOMIC_ACQUIRE), 1u);
   EXPECT_EQ(word[1], 0u);
 }
