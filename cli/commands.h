@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "rl/kernel_bench.h"
 #include "rl/model_bench.h"
 
 namespace lockstep {
@@ -144,10 +145,14 @@ struct InspectArgs {
 int inspect_command(const InspectArgs& args);
 int settings_command();
 
+inline const std::vector<std::string> kBenchNames = {"generate", "train", "rl", "decode", "prefill", "sync", "kernels"};
 struct BenchArgs {
-  std::vector<std::string> what = {"generate", "train", "rl"};
+  std::vector<std::string> what = {"generate", "train", "rl"};  // of kBenchNames
   std::string config, numerics = "bf16", device = "cpu";
   ModelBenchOptions options = {.threads = 0};
+  std::vector<int64_t> batches;  // of decode, and tokens of the kernels' calls that decode; empty: 64 and 256, of a CPU 8 and 64
+  int64_t train_tokens = 0;      // 0: 8192, of the kernels on a CPU 512
+  KernelBenchOptions kernels;
 };
 int bench_command(const BenchArgs& args);
 

@@ -238,7 +238,10 @@ int run(int argc, char** argv) {
 
   BenchArgs bench;
   CLI::App* b = app.add_subcommand("bench", "What a model of random weights costs on this machine: a JSON line a measurement");
-  b->add_option("what", bench.what, "generate, train, rl (a step of both); default all")->check(CLI::IsMember({"generate", "train", "rl"}));
+  b->add_option("what", bench.what,
+                "generate, train, rl (a step of both): whole parts of a run, the default; decode, prefill, sync: a step of each beside its floor; kernels: every operator "
+                "at the model's shapes, beside its floor and the GPU maker's library")
+      ->check(CLI::IsMember(kBenchNames));
   b->add_option("--config", bench.config, "config.json of the model")->required();
   b->add_option("--numerics", bench.numerics, "Of sampler and trainer")->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}))->capture_default_str();
   b->add_option("--device", bench.device, "Where the model runs")->check(CLI::IsMember({"cpu", "gpu"}))->capture_default_str();
@@ -247,12 +250,16 @@ int run(int argc, char** argv) {
   size("--batch", bench.options.batch, "Samples, each of a prompt of its own");
   size("--prompt", bench.options.prompt, "Tokens of a prompt");
   size("--new", bench.options.new_tokens, "Tokens of a response");
-  size("--tokens", bench.options.train_tokens, "Tokens of a training step");
+  b->add_option("--tokens", bench.train_tokens, "Tokens of a training step (8192; of the kernels on a CPU 512)")->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
   size("--row", bench.options.row_tokens, "Tokens of its sequences");
   size("--microbatch", bench.options.microbatch_tokens, "Tokens of a micro-batch");
   b->add_flag("--recompute", bench.options.recompute, "Keep each layer's input alone for the backward");
   b->add_flag("!--no-graphs", bench.options.graphs, "On a GPU, enqueue decode steps kernel by kernel");
   b->add_option("--repeat", bench.options.repeat, "Measured runs, after one that warms up")->check(CLI::Range(1, 1000))->capture_default_str();
+  b->add_option("--decode", bench.batches, "Samples of a decode step, separated by commas (64,256; on a CPU 8,64)")->delimiter(',')->check(CLI::Range(int64_t{1}, int64_t{1} << 16));
+  b->add_option("--context", bench.kernels.context, "Positions behind each sample of the kernels' decode steps (4096)")->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
+  b->add_option("--only", bench.kernels.only, "Of kernels: a regular expression for \"OP NAME PASS DTYPE\", such as '^attention' or 'wq_b dx'");
+  b->add_flag("--warm", bench.kernels.warm, "Of kernels: leave the caches as the run before left them");
   b->callback([&] { exit_code = bench_command(bench); });
 
   GatesArgs gates;

@@ -1,6 +1,7 @@
 #include "model/cost.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -166,6 +167,17 @@ int64_t panel_bytes(const std::vector<TensorSpec>& table, Numerics numerics) {
     // Scales: one f32 a row of each panel and block of columns.
     if (t.quant_format(numerics))
       bytes += panels.elements() / panels[panels.rank - 2] * t.col_grid(numerics).blocks_in(t.shape[t.shape.rank - 1]) * static_cast<int64_t>(sizeof(float));
+  }
+  return bytes;
+}
+
+double decode_weight_bytes(const ModelConfig& m, const std::vector<TensorSpec>& table, Numerics numerics, int64_t batch, bool panels) {
+  const double experts = 1 - std::pow(1 - static_cast<double>(m.experts_per_token) / static_cast<double>(m.num_experts), static_cast<double>(batch));
+  double bytes = 0;
+  for (const TensorSpec& t : table) {
+    if (t.role == TensorRole::embedding || t.role == TensorRole::hash_table) continue;
+    const double all = static_cast<double>(panels && t.has_panels() ? panel_bytes({t}, numerics) : weight_bytes({t}, numerics));
+    bytes += t.role == TensorRole::expert ? experts * all : all;
   }
   return bytes;
 }

@@ -28,6 +28,10 @@ double decode_flops(const ModelConfig& config, int64_t n);
 int64_t weight_bytes(const std::vector<TensorSpec>& table, Numerics numerics);
 int64_t panel_bytes(const std::vector<TensorSpec>& table, Numerics numerics);
 
+// Of them (`panels`: of the CPU's copy), what decoding one token each of `batch` sequences reads: each matrix once, as many experts as chance has the tokens choose,
+// of tables a row a token, which is left out.
+double decode_weight_bytes(const ModelConfig& config, const std::vector<TensorSpec>& table, Numerics numerics, int64_t batch, bool panels);
+
 // Bytes that forward keeps for backward: what the arena reaches, whose pieces are rounded up to its alignment.
 struct KeptCall {
   std::vector<int64_t> sequences;    // tokens of each, from position 0

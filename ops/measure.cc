@@ -91,7 +91,7 @@ TensorView Operands::random(DType dtype, Shape shape) {
   return v;
 }
 
-WeightView Operands::weight(DType dtype, Shape shape) {
+WeightView Operands::weight(DType dtype, Shape shape, int64_t column_period) {
   const int e = shape.rank - 2;
   const int64_t rows = shape[e], columns = shape[e + 1];
   Shape stored = shape;
@@ -101,9 +101,9 @@ WeightView Operands::weight(DType dtype, Shape shape) {
   if (dtype == DType::e4m3 || dtype == DType::e2m1x2) {
     const QuantFormat f = dtype == DType::e4m3 ? kFp8Weight : kFp4;
     w.row_grid = {f.block_rows, e == 1 ? rows : 0};
-    w.col_grid = {f.block_cols, 0};
-    const Shape blocks = scale_shape(f, rows, columns);
-    w.scales = random(f.scales, e == 1 ? Shape{shape[0], blocks[0], blocks[1]} : blocks);
+    w.col_grid = {f.block_cols, column_period};
+    const int64_t row_blocks = w.row_grid.blocks_in(rows), column_blocks = w.col_grid.blocks_in(columns);
+    w.scales = random(f.scales, e == 1 ? Shape{shape[0], row_blocks, column_blocks} : Shape{row_blocks, column_blocks});
   }
   if (c_.on_gpu()) return w;
   const TensorView panels = make(dtype, panel_shape(stored));

@@ -42,8 +42,8 @@ class Operands {
   TensorView ints(const std::vector<int32_t>& values, Shape shape);
   // f32, bf16: in (-1, 1). e4m3, e2m1x2: codes of finite numbers. ue8m0: 2^-7 to 2^-1. They repeat after some 10^6, at no width of a row.
   TensorView random(DType dtype, Shape shape);
-  // [N, K] or [E, N, K] in f32, bf16, e4m3 (blocks of 128 x 128) or e2m1x2 (1 x 32), as the model holds it.
-  WeightView weight(DType dtype, Shape shape);
+  // [N, K] or [E, N, K] in f32, bf16, e4m3 (blocks of 128 x 128) or e2m1x2 (1 x 32), as the model holds it. column_period: of BlockGrid.
+  WeightView weight(DType dtype, Shape shape, int64_t column_period = 0);
 
  private:
   Context& c_;

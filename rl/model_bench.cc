@@ -16,27 +16,6 @@ namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// Numbers of the size that initialisation gives, by a generator that fills billions of them in seconds; experts of hash tables are distinct in a row.
-ReadBox quick_boxes(Context& c, const ModelConfig& config) {
-  return [&c, config](const TensorSpec& spec, const Box& box, TensorView out) {
-    const float range = spec.role == TensorRole::norm ? 0.0f : config.initializer_range * 1.7320508f;
-    parallel_for(c, out.rows(), out.dim(1), [&](int64_t begin, int64_t end, int) {
-      for (int64_t r = begin; r < end; ++r) {
-        uint64_t x = (static_cast<uint64_t>(spec.id) << 40 ^ static_cast<uint64_t>(box.rows.begin + r)) * 0x9e3779b97f4a7c15u | 1;
-        for (int64_t i = 0; i < out.dim(1); ++i) {
-          x ^= x << 13, x ^= x >> 7, x ^= x << 17;
-          if (out.dtype == DType::i32) {
-            out.row<int32_t>(r)[i] = static_cast<int32_t>((r * 7 + i) % config.num_experts);
-          } else {
-            out.row<float>(r)[i] = (spec.role == TensorRole::norm ? 1.0f : 0.0f) + (static_cast<float>(x >> 40) * 0x1p-23f - 1.0f) * range;
-          }
-        }
-      }
-    });
-    return Status::ok();
-  };
-}
-
 struct Times {
   double all = 0, prefill = 0, decode = 0, train = 0, host = 0;
   int64_t decode_steps = 0, graph_steps = 0;
@@ -178,6 +157,26 @@ class Bench {
 };
 
 }  // namespace
+
+ReadBox quick_boxes(Context& c, const ModelConfig& config) {
+  return [&c, config](const TensorSpec& spec, const Box& box, TensorView out) {
+    const float range = spec.role == TensorRole::norm ? 0.0f : config.initializer_range * 1.7320508f;
+    parallel_for(c, out.rows(), out.dim(1), [&](int64_t begin, int64_t end, int) {
+      for (int64_t r = begin; r < end; ++r) {
+        uint64_t x = (static_cast<uint64_t>(spec.id) << 40 ^ static_cast<uint64_t>(box.rows.begin + r)) * 0x9e3779b97f4a7c15u | 1;
+        for (int64_t i = 0; i < out.dim(1); ++i) {
+          x ^= x << 13, x ^= x >> 7, x ^= x << 17;
+          if (out.dtype == DType::i32) {
+            out.row<int32_t>(r)[i] = static_cast<int32_t>((r * 7 + i) % config.num_experts);
+          } else {
+            out.row<float>(r)[i] = (spec.role == TensorRole::norm ? 1.0f : 0.0f) + (static_cast<float>(x >> 40) * 0x1p-23f - 1.0f) * range;
+          }
+        }
+      }
+    });
+    return Status::ok();
+  };
+}
 
 Result<ModelBenchResult> bench_model(const ModelConfig& config, const std::string& what, const ModelBenchOptions& o) {
   if (o.device == Device::gpu) LOCKSTEP_RETURN_IF_ERROR(device_available());

@@ -9,7 +9,7 @@
 
 #include "core/context.h"
 #include "core/status.h"
-#include "model/config.h"
+#include "model/weights.h"
 
 namespace lockstep {
 
@@ -35,6 +35,9 @@ struct ModelBenchResult {
   int64_t differing = -1;     // rl: log-probs of the trainer whose bits are not the sampler's; -1: not compared
   double memory_gb = 0;       // that the arenas reached
 };
+
+// Numbers of the size that initialisation gives, by a generator that fills billions of them in seconds; experts of hash tables are distinct in a row.
+ReadBox quick_boxes(Context& c, const ModelConfig& config);
 
 // `what`: generate, train, rl.
 Result<ModelBenchResult> bench_model(const ModelConfig& config, const std::string& what, const ModelBenchOptions& options);

@@ -52,17 +52,6 @@ double memory_rate(Context& c, std::vector<uint64_t>& from, std::vector<uint64_t
   return std::max(2 * bytes / (copied - start), bytes / (read - copied));
 }
 
-double step_bytes(const ModelConfig& m, const std::vector<TensorSpec>& table, Numerics numerics, int64_t batch, int64_t visible) {
-  const double experts = 1 - std::pow(1 - static_cast<double>(m.experts_per_token) / static_cast<double>(m.num_experts), static_cast<double>(batch));
-  double bytes = static_cast<double>(batch) * decode_state_bytes(m, numerics, visible);
-  for (const TensorSpec& t : table) {
-    if (t.role == TensorRole::embedding || t.role == TensorRole::hash_table) continue;  // a row a token
-    const double all = static_cast<double>(t.has_panels() ? panel_bytes({t}, numerics) : weight_bytes({t}, numerics));
-    bytes += t.role == TensorRole::expert ? experts * all : all;
-  }
-  return bytes;
-}
-
 int run(const std::string& path, int threads, Numerics numerics, const std::vector<int64_t>& batches) {
   const Result<ModelConfig> config = load_model_config(path);
   if (!config) {
@@ -87,7 +76,7 @@ int run(const std::string& path, int threads, Numerics numerics, const std::vect
   std::vector<uint64_t> from(size_t{32} << 20, 1), to(from.size());
 
   std::printf("%s, %s, %d threads: %.1f M parameters, %.0f MB of weights\n", path.c_str(), numerics_name(numerics), threads, 1e-6 * static_cast<double>(count_parameters(weights.table())),
-              1e-6 * step_bytes(m, weights.table(), numerics, 1 << 20, 0));
+              1e-6 * decode_weight_bytes(m, weights.table(), numerics, 1 << 20, true));
   std::printf("%6s %10s %10s | %9s %9s %9s %6s | %7s %7s %9s\n", "batch", "tokens/s", "ms/step", "floor ms", "of bytes", "of flops", "ratio", "GB/s", "GFLOP/s", "sample ms");
   for (const int64_t batch : batches) {
     Arena state("bench.state", size_t{16} << 30);
@@ -121,7 +110,7 @@ int run(const std::string& path, int threads, Numerics numerics, const std::vect
     }
     CHECK(engine.load().running == batch, "samples ended within the measurement");
     const int64_t visible = kPrompt + engine.stats().decode_tokens / batch;
-    const double bytes = step_bytes(m, weights.table(), numerics, batch, visible), flops = static_cast<double>(batch) * decode_flops(m, visible);
+    const double bytes = decode_weight_bytes(m, weights.table(), numerics, batch, true) + static_cast<double>(batch) * decode_state_bytes(m, numerics, visible), flops = static_cast<double>(batch) * decode_flops(m, visible);
     const double floor = std::max(bytes / memory, flops / peak);
     std::printf("%6lld %10.0f %10.3f | %9.3f %9.3f %9.3f %6.2f | %7.1f %7.0f %9.3f\n", static_cast<long long>(batch), static_cast<double>(batch) / step, 1e3 * step, 1e3 * floor,
                 1e3 * bytes / memory, 1e3 * flops / peak, floor / step, 1e-9 * memory, 1e-9 * peak, 1e3 * sampling);
