@@ -47,6 +47,7 @@ class Channel {
   // Joins the other processes. Once a process.
   static Result<Channel> join();
   static Status leave();
+  static std::string library();  // its name and version, or that there is none; at any time
 
   Channel(Channel&&) noexcept;
   ~Channel();

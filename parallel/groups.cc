@@ -1,5 +1,7 @@
 #include "parallel/groups.h"
 
+#include "parallel/channel.h"
+
 namespace lockstep {
 
 Groups make_groups(RankWorld& world, RankGroup& all, const Grid& grid, const std::string& use) {
@@ -26,5 +28,7 @@ Groups make_groups(RankWorld& world, RankGroup& all, const Grid& grid, const std
     groups.embedding.emplace(make(fmt::format("{} embedding of tp {} dp {}", use, at.tp, at.dp), members));
   return groups;
 }
+
+std::string mpi_library() { return Channel::library(); }
 
 }  // namespace lockstep

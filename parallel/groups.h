@@ -28,4 +28,7 @@ struct Groups {
 Groups make_groups(RankWorld& world, RankGroup& all, const Grid& grid, const std::string& use);
 inline Groups make_groups(RankWorld& world, const Grid& grid, const std::string& use) { return make_groups(world, world.all(), grid, use); }
 
+// The MPI that ranks talk through, name and version, or that the program has none.
+std::string mpi_library();
+
 }  // namespace lockstep

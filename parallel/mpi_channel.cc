@@ -119,6 +119,13 @@ Channel::~Channel() = default;  // communicators live as long as the process: fr
 int Channel::rank() const { return communicator_->rank; }
 int Channel::size() const { return communicator_->size; }
 
+std::string Channel::library() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+  int length = 0;
+  MPI_Get_library_version(text, &length);
+  return std::string(text).substr(0, std::string_view(text).find_first_of(",\n"));
+}
+
 Result<bool> Channel::launched() {
   // What mpirun, mpiexec and srun set. Everything else about a run comes from its file and the command line.
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"})

@@ -20,6 +20,8 @@ Channel::~Channel() = default;
 int Channel::rank() const { return 0; }
 int Channel::size() const { return 1; }
 
+std::string Channel::library() { return "none: built for one process"; }
+
 Result<bool> Channel::launched() {
   // As in mpi_channel.cc: N copies that each believe to be alone would write over each other's files.
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {

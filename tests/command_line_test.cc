@@ -105,6 +105,8 @@ TEST_F(CommandLine, ServeAnswersUntilSigterm) {
 TEST_F(CommandLine, TheDoctorTellsAndChecks) {
   expect(lockstep("doctor --machine"), 0, "of open files");
   const Outcome checked = lockstep("doctor");
+  expect(checked, 0, "cpu            golden csa_hash  f32   logits within");
+  expect(checked, 0, "cpu            golden hca_yarn  bf16  logits within");
   expect(checked, 0, "cpu            G1   bf16");
   expect(checked, 0, "doctor: all is well");
 }
