@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <set>
+#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -15,10 +17,15 @@
 
 #include "core/device.h"
 #include "core/sanitizer.h"
+#include "io/json.h"
 
 namespace {
 
+using lockstep::JsonMember;
+using lockstep::JsonValue;
 using lockstep::kAddressSanitizer;
+using lockstep::parse_json;
+using lockstep::Result;
 namespace fs = std::filesystem;
 
 struct Outcome {
@@ -116,7 +123,36 @@ TEST_F(CommandLine, ABenchPrintsALineAMeasurement) {
   expect(done, 0, "{\"what\":\"generate\",\"device\":\"cpu\"");
   expect(done, 0, "\"logprobs_differing\":0");
   expect(lockstep("bench --config missing.json"), 2, "missing.json");
+  expect(lockstep("bench kernel --config missing.json"), 2, "kernel not in {generate,train,rl,decode,prefill,sync,kernels}");
   expect(lockstep("bench --config " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json --prompt 250"), 2, "max_position_embeddings 256");
+}
+
+TEST_F(CommandLine, ABenchOfKernelsHasALineForEveryOperatorAndStepsHaveFloors) {
+  const std::string config = " --config " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json --threads 1 --repeat 1";
+  const std::string kernels = "bench kernels --decode 3 --tokens 40 --row 32 --context 64 --warm" + config;
+  const Outcome steps = lockstep("bench decode prefill sync --numerics fp8 --decode 2,4 --prompt 16 --new 2 --microbatch 64" + config, "", "");
+  std::istringstream said(lockstep(kernels, "", "").said + steps.said);
+  std::set<std::string> ops, kinds;
+  int lines = 0;
+  for (std::string line; std::getline(said, line); ++lines) {
+    const Result<JsonValue> read = parse_json(line);
+    ASSERT_TRUE(read.is_ok()) << read.message() << "\n" << line;
+    for (const JsonMember& member : read.value().members) {
+      const std::string& text = member.value.text;
+      EXPECT_FALSE(member.value.is(JsonValue::Kind::string) && (text == "nan" || text == "inf" || text == "-inf")) << line;
+      if (member.name == "us" || member.name == "ms" || member.name == "floor_us" || member.name == "floor_ms" || member.name == "share") EXPECT_GT(std::stod(text), 0) << line;
+      if (member.name == "op") ops.insert(text);
+      if (member.name == "bench" || member.name == "what" || member.name == "path") kinds.insert(text);
+    }
+  }
+  EXPECT_GT(lines, 150);
+  EXPECT_EQ(kinds, (std::set<std::string>{"ceiling", "kernel", "decode", "prefill", "sync", "convert", "transfer"}));
+  for (const fs::directory_entry& folder : fs::directory_iterator(LOCKSTEP_SOURCE_DIR "/ops"))
+    if (folder.is_directory()) EXPECT_TRUE(ops.count(folder.path().filename())) << folder.path() << " is in no line";
+  expect(lockstep(kernels + " --only 'wq_a dx'"), 0, "\"name\":\"wq_a\",\"pass\":\"dx\"");
+  expect(lockstep(kernels + " --only wq_z"), 2, "--only \"wq_z\" finds no kernel; there are\n  adamw adamw update f32\n");
+  expect(lockstep(kernels + " --only '('"), 2, "--only \"(\" is no regular expression");
+  expect(lockstep("bench kernels --context 512" + config), 2, "max_position_embeddings 256; lower --context");
 }
 
 TEST_F(CommandLine, GatesAndWeightsOfARun) {
