@@ -1,7 +1,7 @@
 // y = x . w^T in bf16 on Hopper; the kernel is told in matmul_gpu_sm90_bf16.h.
 //
 // Row contract: an output element is one chain of k16 products, K ascending (one a segment, added in order), whatever M and wherever its row lies. The
-// instruction's N does not change an element's bits (matmul_gpu_bench checks it on the device), so tall and flat problems take different tiles: large ones until
+// instruction's N does not change an element's bits (matmul_gpu_units_test checks it on the device), so tall and flat problems take different tiles: large ones until
 // the device is full, and for few rows many narrow ones, which keep more of w on its way.
 //
 // Floor: 2 M N K operations over the tensor peak; for small M, the bytes of w over the memory's rate.
