@@ -83,6 +83,11 @@ void check_forward(const char* op, ConstTensorView y, ConstTensorView x, const S
         w.str(), y.shape.str());
 }
 
+void check_product(const char* op, ConstTensorView y, ConstTensorView x, const WeightView& w, int experts) {
+  check_weight(op, w, experts);
+  check_forward(op, y, x, numbers(op, w, x.dim(1)));
+}
+
 void check_backward_input(const char* op, ConstTensorView dx, ConstTensorView dy, const Shape& w) {
   check_f32_matrix(op, "dx", dx);
   check_f32_matrix(op, "dy", dy);
@@ -268,13 +273,21 @@ void unpack_panels(Context& c, TensorView rows, ConstTensorView panels) {
 }
 
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment) {
-  check_weight("matmul", w, 0);
-  check_forward("matmul", y, x, numbers("matmul", w, x.dim(1)));
+  check_product("matmul", y, x, w, 0);
   CHECK(k_segment >= 0 && (!w.quantized() || k_segment == 0 || k_segment == w.col_grid.period), "matmul: k_segment {}, blocks begin anew every {}", k_segment,
         w.col_grid.period);
   if (c.on_gpu()) return device::matmul(c, y, x, w, k_segment);
   if (w.quantized()) return simd::quantized_matmul(c, y, x, w, k_segment, ConstTensorView());
   simd::matmul(c, y, x, w, k_segment);
+}
+
+void matmul_many(Context& c, std::span<const MatmulCall> products) {
+  if (!c.on_gpu()) {
+    for (const MatmulCall& p : products) matmul(c, p.y, p.x, p.w);
+    return;
+  }
+  for (const MatmulCall& p : products) check_product("matmul_many", p.y, p.x, p.w, 0);
+  device::matmul_many(c, products, ConstTensorView());
 }
 
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {
@@ -294,9 +307,20 @@ void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy,
   c.on_gpu() ? device::matmul_backward_weight(c, dw_accum, dy, x) : simd::matmul_backward_weight(c, dw_accum, dy, x);
 }
 
+void grouped_matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets) {
+  if (!c.on_gpu()) {
+    for (const MatmulCall& p : products) grouped_matmul(c, p.y, p.x, p.w, offsets);
+    return;
+  }
+  for (const MatmulCall& p : products) {
+    check_product("grouped_matmul_many", p.y, p.x, p.w, 1);
+    check_offsets(c, "grouped_matmul_many", offsets, p.w.rows.shape[0], p.x.rows());
+  }
+  device::matmul_many(c, products, offsets);
+}
+
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets) {
-  check_weight("grouped_matmul", w, 1);
-  check_forward("grouped_matmul", y, x, numbers("grouped_matmul", w, x.dim(1)));
+  check_product("grouped_matmul", y, x, w, 1);
   check_offsets(c, "grouped_matmul", offsets, w.rows.shape[0], x.rows());
   if (c.on_gpu()) return device::grouped_matmul(c, y, x, w, offsets);
   if (w.quantized()) return simd::quantized_matmul(c, y, x, w, 0, offsets);

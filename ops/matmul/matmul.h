@@ -16,6 +16,8 @@
 //   WeightView brings none, matmul packs into scratch first, which costs N*K per call.
 // grouped_matmul: rows [offsets[e], offsets[e+1]) of x meet w[e]; each row's bits are those of matmul with that expert alone.
 //   x [R, K], y [R, N], w rows [E, N, K], panels [E, ceil(N/16), K, 16], offsets [E + 1] i32 ascending from 0 to R
+// matmul_many, grouped_matmul_many: products that do not depend on one another, each with the bits of a call of its own. On a GPU those of few rows that agree
+//   in M and K run side by side, so that it streams all their weights at once, and an x that several E4M3 weights meet is quantised once.
 // Quantised weights (WeightView::scales is set): rows holds E4M3 codes, or E2M1 codes two a byte, and value = code * scale.
 //   forward: x is quantised inside, row by row in blocks of 128 columns, to E4M3 with UE8M0 scales (kFp8Activation: amax floor 1e-4). Then
 //     y[m, n] = round(sum), sum = fma(partial_b, sx_b * sw_b, sum) over the weight's blocks of columns b in order, from 0, where partial_b is
@@ -31,8 +33,10 @@
 // Cost: 2*M*N*K operations; at M = 1 bound by the bytes of w.
 
 #include <algorithm>
+#include <span>
 
 #include "core/context.h"
+#include "core/fixed_list.h"
 #include "core/host_device.h"
 #include "ops/quantize/quantize.h"
 
@@ -87,10 +91,22 @@ QuantStats quantize_by_grid(Context& c, TensorView codes, TensorView scales, con
                             float amax_floor = 0);
 
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment = 0);
+
+// No y overlaps another, or any x.
+struct MatmulCall {
+  TensorView y;
+  ConstTensorView x;
+  WeightView w;
+};
+inline constexpr size_t kMatmulCallsMax = 32;
+using MatmulCalls = FixedList<MatmulCall, kMatmulCallsMax>;
+void matmul_many(Context& c, std::span<const MatmulCall> products);  // at most kMatmulCallsMax
+
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate = false);
 void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
 
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
+void grouped_matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets);
 void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w,
                                    ConstTensorView offsets, bool accumulate = false);
 void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x,

@@ -41,6 +41,7 @@ namespace lockstep::device {
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate);
 void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
+void matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets);  // offsets: of experts; empty for one matrix each
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
 void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets, bool accumulate);
 void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView offsets);

@@ -4,6 +4,8 @@
 // On matrix units gradients come from dy rounded to bf16, and that of the input from weights in bf16, which quantised ones fit in exactly; those are
 // de-quantised for the call, all experts at once. Gradients of thin weights (fewer than kThin rows: the hyper-connections') stay in f32.
 
+#include <algorithm>
+
 #include "core/gpu.h"
 #include "ops/matmul/matmul_cpu.h"
 #include "ops/matmul/matmul_gpu.h"
@@ -45,20 +47,62 @@ bool use_matrix_units(ConstTensorView x, const WeightView& w, int64_t k_segment)
   return x.dtype == DType::bf16 && w.rows.dtype == DType::bf16 && gpu::tensor_core_operand(x);
 }
 
-void forward_on_matrix_units(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
-  const ArenaScope scope(*c.workspace);
-  const int64_t m = x.rows(), k = x.dim(1);
-  gpu::MatmulProblem p = {.m = m, .n = y.dim(1), .k = k, .x = x.data, .w = w.rows.data, .y = y.data, .x_stride = x.row_stride, .w_stride = inner_stride(w.rows),
-                          .y_stride = y.row_stride, .y_is_f32 = y.dtype == DType::f32, .k_segment = k_segment};
+gpu::MatmulProblem forward_problem(TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
+  gpu::MatmulProblem p = {.m = x.rows(), .n = y.dim(1), .k = x.dim(1), .x = x.data, .w = w.rows.data, .y = y.data, .x_stride = x.row_stride,
+                          .w_stride = inner_stride(w.rows), .y_stride = y.row_stride, .y_is_f32 = y.dtype == DType::f32, .k_segment = k_segment};
   if (offsets.data != nullptr) p.offsets = offsets.ptr<int32_t>(), p.experts = w.rows.shape[0];
-  if (!w.quantized()) return gpu::matmul_bf16(p, c.stream);
+  return p;
+}
+
+// x in E4M3, in the workspace, which the caller's scope releases.
+struct Quantized {
+  ConstTensorView codes, scales;
+};
+Quantized quantized(Context& c, ConstTensorView x) {
+  const int64_t m = x.rows(), k = x.dim(1);
   const TensorView codes = c.workspace->tensor(DType::e4m3, {m, gpu::padded_stride(DType::e4m3, k)}, "matmul codes").cols(0, k),
                    scales = c.workspace->tensor(DType::f32, {m, num_blocks(k, 128)}, "matmul scales");
   gpu::quantize_rows(c, codes, scales, x);
-  p.x = codes.data, p.x_stride = codes.row_stride;
-  const gpu::Fp8Problem q = {.codes = p, .x_scale = scales.ptr<float>(), .w_scale = static_cast<const uint8_t*>(w.scales.data), .x_scale_stride = scales.row_stride,
-                             .w_scale_stride = inner_stride(w.scales)};
+  return {codes, scales};
+}
+gpu::Fp8Problem fp8_problem(gpu::MatmulProblem p, const Quantized& x, const WeightView& w) {
+  p.x = x.codes.data, p.x_stride = x.codes.row_stride;
+  return {.codes = p, .x_scale = x.scales.ptr<float>(), .w_scale = static_cast<const uint8_t*>(w.scales.data), .x_scale_stride = x.scales.row_stride,
+          .w_scale_stride = inner_stride(w.scales)};
+}
+
+void forward_on_matrix_units(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
+  const gpu::MatmulProblem p = forward_problem(y, x, w, k_segment, offsets);
+  if (!w.quantized()) return gpu::matmul_bf16(p, c.stream);
+  const ArenaScope scope(*c.workspace);
+  const gpu::Fp8Problem q = fp8_problem(p, quantized(c, x), w);
   w.rows.dtype == DType::e2m1x2 ? gpu::matmul_fp4(q, c.stream) : gpu::matmul_fp8(q, c.stream);
+}
+
+void many_on_matrix_units(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets) {
+  const ArenaScope scope(*c.workspace);
+  FixedList<gpu::MatmulProblem, kMatmulCallsMax> bf16;
+  FixedList<gpu::Fp8Problem, kMatmulCallsMax> fp8;
+  struct Operand {
+    ConstTensorView x;
+    Quantized quantized;
+  };
+  FixedList<Operand, kMatmulCallsMax> operands;
+  for (const auto& [y, x, w] : products) {
+    const gpu::MatmulProblem p = forward_problem(y, x, w, 0, offsets);
+    if (!w.quantized()) {
+      bf16.push_back(p);
+      continue;
+    }
+    const auto same = [&x = x](const Operand& o) { return o.x.data == x.data && o.x.dtype == x.dtype && o.x.shape == x.shape && o.x.row_stride == x.row_stride; };
+    const Operand* found = std::find_if(operands.begin(), operands.end(), same);
+    if (found == operands.end()) operands.push_back({x, quantized(c, x)});
+    const gpu::Fp8Problem q = fp8_problem(p, found->quantized, w);
+    if (w.rows.dtype == DType::e2m1x2) gpu::matmul_fp4(q, c.stream);
+    else fp8.push_back(q);
+  }
+  gpu::matmul_bf16(bf16, c.stream);
+  gpu::matmul_fp8(fp8, c.stream);
 }
 
 // dy in bf16, in the workspace, which the caller's scope releases.
@@ -120,6 +164,17 @@ void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, in
   if constexpr (kMatrixUnits)
     if (use_matrix_units(x, w, k_segment)) return forward_on_matrix_units(c, y, x, w, k_segment, {});
   portable::matmul(c, y, x, w, k_segment);
+}
+void matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets) {
+  MatmulCalls on_units;
+  for (const MatmulCall& p : products) {
+    if (use_matrix_units(p.x, p.w, 0)) {
+      on_units.push_back(p);
+    } else {
+      offsets.data == nullptr ? portable::matmul(c, p.y, p.x, p.w, 0) : portable::grouped_matmul(c, p.y, p.x, p.w, offsets);
+    }
+  }
+  if constexpr (kMatrixUnits) many_on_matrix_units(c, on_units, offsets);
 }
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {
   if constexpr (kMatrixUnits)

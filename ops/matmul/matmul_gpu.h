@@ -9,12 +9,14 @@
 // anything, beyond the edges are zeros. m, n, k < 2^31; m may be 0.
 
 #include <cstdint>
+#include <span>
 
 #include "core/context.h"
 
 namespace lockstep::gpu {
 
 inline constexpr int64_t kExpertsMax = 512;
+inline constexpr size_t kProductsMax = 8;
 
 // Whether the copy engine can read this operand: it depends on the shape of the tensor that the operand is part of, not on its number of rows.
 inline bool tensor_core_operand(ConstTensorView v) {
@@ -44,6 +46,8 @@ struct MatmulProblem {
   int64_t experts = 1;
 };
 void matmul_bf16(const MatmulProblem& p, void* stream);
+// Each as by itself; those of few rows that agree in all but n, operands and y share a launch, up to kProductsMax of them.
+void matmul_bf16(std::span<const MatmulProblem> all, void* stream);
 
 // E4M3 codes x [m, k] and w [n, k] with scales of their blocks: x by [1, 128] in f32, w by [128, 128] in UE8M0. Each block of 128 columns is summed by the tensor
 // core, then added as fma(partial, x_scale * w_scale, sum) in f32.
@@ -54,6 +58,7 @@ struct Fp8Problem {
   int64_t x_scale_stride = 0, w_scale_stride = 0;
 };
 void matmul_fp8(const Fp8Problem& p, void* stream);
+void matmul_fp8(std::span<const Fp8Problem> all, void* stream);  // as matmul_bf16 of several
 
 // The same with w in E2M1 codes, two a byte, and scales of [1, 32]: w [n, k / 2], its stride in bytes; w_scale [n, k / 32] or [experts, n, k / 32]. k is a multiple of 128, so
 // are the scales' rows of 4 bytes. No segments, y is not accumulated. Blocks of 32 columns are summed by the matrix unit; with the exact scales:

@@ -196,6 +196,13 @@ void matmul_fp8(const Fp8Problem& q, void* stream) {
   run<Small>(p, stream);
 }
 
+void matmul_bf16(std::span<const MatmulProblem> all, void* stream) {
+  for (const MatmulProblem& p : all) matmul_bf16(p, stream);
+}
+void matmul_fp8(std::span<const Fp8Problem> all, void* stream) {
+  for (const Fp8Problem& p : all) matmul_fp8(p, stream);
+}
+
 void matmul_backward_input_bf16(const MatmulBackwardProblem& q, void* stream) {
   if (q.m == 0) return;
   Problem p = product({.m = q.m, .n = q.k, .k = q.n, .x = q.dy, .w = q.other, .y = q.grad, .x_stride = q.dy_stride, .w_stride = q.other_stride, .y_stride = q.grad_stride,

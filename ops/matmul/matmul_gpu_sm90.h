@@ -2,9 +2,11 @@
 // What the Hopper matmul kernels share: the walk over output tiles, the ring of stages, the way out for results, and tensor maps.
 
 #include <algorithm>
+#include <span>
 
 #include <cuda_bf16.h>
 
+#include "core/fixed_list.h"
 #include "core/gpu_check.h"
 #include "core/gpu_sm90.h"
 #include "ops/matmul/matmul_gpu.h"
@@ -19,30 +21,44 @@ constexpr size_t kStagesBytesMax = size_t{192} << 10;
 constexpr int kBoxBytes = 64 * 128;  // of the result on its way out: 64 rows of 128 bytes; each consumer has two
 
 // D (+)= A . B^T over a contraction K: A [rows, k], B [columns, k]. Experts cut the rows of D (products, gradients of inputs) or the contraction (gradients of
-// weights, one D an expert).
+// weights, one D an expert). Of the products of a launch each has operands and a D of its own; everything here is common to all.
 struct Problem {
-  int rows, columns, k;  // of all experts together where they cut it, otherwise of each
-  int tiles_m, tiles_n;  // of D; tiles_m is not used where experts cut the rows
+  int rows, k;           // of all experts together where they cut it, otherwise of each
+  int tiles_m, tiles_n;  // of D; tiles_m is not used where experts cut the rows, tiles_n counts those of all products
   int experts;
   const int* offsets;    // null: one expert, everything
   int k_segment;         // 0: none
+  int a_box;             // rows of A that are read together, a multiple of 8 (operands along K)
+  bool accumulate;
+};
+
+// Where the D of a product goes.
+struct Result {
   void* y;
-  long long y_stride, y_expert_stride;
-  bool y_is_f32, accumulate, y_pairs;  // y_pairs: two neighbouring elements at even columns may be stored as one
-  bool y_boxes;                      // there is a map of y, and rows may be stored through it
+  long long stride, expert_stride;
+  int columns, first_tile;  // first_tile: of columns, among those of all products
+  bool is_f32, pairs;       // pairs: two neighbouring elements at even columns may be stored as one
+  bool boxes;               // there is a map of y, and rows may be stored through it
+};
+
+template <int Count>
+struct Products {
+  CUtensorMap a[Count], b[Count], y[Count];
+  Result result[Count];
+  int count;
 };
 
 // One tile of D, and the part of the contraction that it sums.
 struct Tile {
-  int expert, row, row_end, column;
+  int product, expert, row, row_end, column;
   int k_begin, k_end;
 };
 
 // Which tiles there are, and where. CutK: experts cut the contraction. By all threads of the block at first; the caller's barrier must follow.
-template <int TileM, int TileN, bool CutK>
+template <int TileM, int TileN, bool CutK, int Count>
 class Walk {
  public:
-  GPU_INLINE Walk(const Problem& p, int* first_tile) : p_(p), first_tile_(first_tile) {
+  GPU_INLINE Walk(const Problem& p, const Products<Count>& products, int* first_tile) : p_(p), products_(products), first_tile_(first_tile) {
     if (CutK || p.offsets == nullptr || threadIdx.x >= 32) return;
     // One warp counts: each lane the tiles of neighbouring experts, then the lanes' sums from left to right.
     const int lane = static_cast<int>(threadIdx.x), each = (p.experts + 31) / 32, begin = lane * each, end = min(begin + each, p.experts);
@@ -69,6 +85,7 @@ class Walk {
   GPU_INLINE Tile at(int i) const {
     Tile t;
     int tiles_m = p_.tiles_m;
+    t.product = 0;
     t.expert = 0;
     int base = 0;
     t.row_end = p_.rows;
@@ -78,8 +95,8 @@ class Walk {
       t.expert = i / (tiles_m * p_.tiles_n);
       i -= t.expert * tiles_m * p_.tiles_n;
       if (p_.offsets != nullptr) {
-        t.k_begin = __ldg(p_.offsets + t.expert);
-        t.k_end = __ldg(p_.offsets + t.expert + 1);
+        t.k_begin = p_.offsets[t.expert];
+        t.k_end = p_.offsets[t.expert + 1];
       }
     } else if (p_.offsets != nullptr) {
       int beyond = p_.experts;  // the last expert whose first tile is not after i: those without rows have none
@@ -92,21 +109,41 @@ class Walk {
         }
       }
       i -= first_tile_[t.expert];
-      base = __ldg(p_.offsets + t.expert);
-      t.row_end = __ldg(p_.offsets + t.expert + 1);
+      base = p_.offsets[t.expert];
+      t.row_end = p_.offsets[t.expert + 1];
       tiles_m = (t.row_end - base + TileM - 1) / TileM;
     }
     const int band = kGroupM * p_.tiles_n, first = i / band * kGroupM, rows = min(kGroupM, tiles_m - first);
     t.row = base + (first + i % band % rows) * TileM;
-    t.column = i % band / rows * TileN;
+    int column = i % band / rows;
+    if constexpr (Count > 1) {
+      while (t.product + 1 < products_.count && products_.result[t.product + 1].first_tile <= column) ++t.product;
+      column -= products_.result[t.product].first_tile;
+    }
+    t.column = column * TileN;
     return t;
   }
 
  private:
-  GPU_INLINE int tiles_of(int e) const { return (__ldg(p_.offsets + e + 1) - __ldg(p_.offsets + e) + TileM - 1) / TileM * p_.tiles_n; }
+  GPU_INLINE int tiles_of(int e) const { return (p_.offsets[e + 1] - p_.offsets[e] + TileM - 1) / TileM * p_.tiles_n; }
   const Problem& p_;
+  const Products<Count>& products_;
   int* first_tile_;
 };
+
+// Rows of A to be read for a tile: whole boxes, of a tile that is part full only those with rows of it. Its other rows meet whatever lies in the stage; a row of A
+// makes that row of D alone, and those are not stored.
+template <int TileM>
+GPU_INLINE int rows_to_read(const Problem& p, const Tile& tile) {
+  return (min(TileM, tile.row_end - tile.row) + p.a_box - 1) / p.a_box * p.a_box;
+}
+
+// By all threads of the block: the copy engine has the maps at hand when it is asked first.
+template <int Count>
+GPU_INLINE void prefetch_maps(const Products<Count>& products) {
+  const int i = static_cast<int>(threadIdx.x) / 2;
+  if (i < products.count) sm90::prefetch_map(threadIdx.x % 2 == 0 ? &products.a[i] : &products.b[i]);
+}
 
 // The stages in shared memory between the thread that asks for tiles and the warpgroups that multiply, as one thread sees them. T is a kernel's Shape: its
 // Stage, kStages and kConsumers. Behind them lie the boxes on their way out, the barriers and the experts' first tiles.
@@ -148,19 +185,20 @@ GPU_INLINE void store_one(float* y, float a) { *y = a; }
 GPU_INLINE void store_one(bf16_t* y, float a) { *y = __float2bfloat16_rn(a); }
 
 // Stores what thread t of a warpgroup holds (core/gpu_sm90.h) of 64 rows of a tile: one rounding, or one addition to what is there.
-template <int TileN>
+template <int TileN, int Count>
 class Output {
  public:
-  GPU_INLINE Output(const Problem& p, const CUtensorMap& map, char* boxes, int group, int t)
-      : p_(p), map_(map), boxes_(boxes + group * 2 * kBoxBytes), group_(group), t_(t) {}
+  GPU_INLINE Output(const Problem& p, const Products<Count>& products, char* boxes, int group, int t)
+      : p_(p), products_(products), boxes_(boxes + group * 2 * kBoxBytes), group_(group), t_(t) {}
 
   // Rows of the tile from `row` on.
   GPU_INLINE void store(const Tile& tile, int row, const float (&acc)[TileN / 2]) {
     asm volatile("" : "+r"(t_));  // addresses are worked out here, not ahead of the products, which need the registers
     if (p_.accumulate) return add(tile, row, acc);
     // Where the tile ends with its expert, rows behind it are others'; at the end of all, the map ends too.
-    const bool boxes = p_.y_boxes && (p_.offsets == nullptr || row + 64 <= tile.row_end) && row < tile.row_end;
-    if (p_.y_is_f32) {
+    const Result& to = result(tile);
+    const bool boxes = to.boxes && (p_.offsets == nullptr || row + 64 <= tile.row_end) && row < tile.row_end;
+    if (to.is_f32) {
       boxes ? through_boxes<float>(tile, row, acc) : directly<float>(tile, row, acc);
     } else if (TileN >= 64 && boxes) {
       through_boxes<bf16_t>(tile, row, acc);
@@ -174,6 +212,7 @@ class Output {
   }
 
  private:
+  GPU_INLINE const Result& result(const Tile& tile) const { return products_.result[Count == 1 ? 0 : tile.product]; }
   GPU_INLINE int row_of(int row, int lower) const { return row + t_ / 32 * 16 + t_ % 32 / 4 + 8 * lower; }
   GPU_INLINE int column_of(const Tile& tile, int j) const { return tile.column + t_ % 4 * 2 + 8 * j; }
 
@@ -198,7 +237,7 @@ class Output {
       sm90::publish_stores();
       sm90::sync_warpgroup(group_);
       if (t_ == 0) {
-        sm90::store_tile(&map_, box, tile.column + 8 * first, row, 0);
+        sm90::store_tile(&products_.y[Count == 1 ? 0 : tile.product], box, tile.column + 8 * first, row, 0);
         sm90::store_commit();
       }
     }
@@ -206,19 +245,20 @@ class Output {
 
   template <typename Y>
   GPU_INLINE void directly(const Tile& tile, int row, const float (&acc)[TileN / 2]) const {
+    const Result& to = result(tile);
 #pragma unroll
     for (int j = 0; j < TileN / 8; ++j) {
       const int n = column_of(tile, j);
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
         const int m = row_of(row, lower), i = 4 * j + 2 * lower;
-        if (m >= tile.row_end || n >= p_.columns) continue;
-        Y* const at = static_cast<Y*>(p_.y) + m * p_.y_stride + n;
-        if (n + 1 < p_.columns && p_.y_pairs) {
+        if (m >= tile.row_end || n >= to.columns) continue;
+        Y* const at = static_cast<Y*>(to.y) + m * to.stride + n;
+        if (n + 1 < to.columns && to.pairs) {
           store_pair(at, acc[i], acc[i + 1]);
         } else {
           store_one(at, acc[i]);
-          if (n + 1 < p_.columns) store_one(at + 1, acc[i + 1]);
+          if (n + 1 < to.columns) store_one(at + 1, acc[i + 1]);
         }
       }
     }
@@ -227,41 +267,42 @@ class Output {
   // Several loads on their way before the first is needed.
   GPU_INLINE void add(const Tile& tile, int row, const float (&acc)[TileN / 2]) const {
     constexpr int kGroups = 4;
-    float* const y = static_cast<float*>(p_.y) + tile.expert * p_.y_expert_stride;
+    const Result& to = result(tile);
+    float* const y = static_cast<float*>(to.y) + tile.expert * to.expert_stride;
 #pragma unroll
     for (int first = 0; first < TileN / 8; first += kGroups) {
       float there[4 * kGroups];
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; i += 2) {
         const int n = column_of(tile, first + i / 4), m = row_of(row, i / 2 % 2);
-        const float* const at = y + m * p_.y_stride + n;
-        const bool both = n + 1 < p_.columns;
-        if (m < tile.row_end && both && p_.y_pairs) {
+        const float* const at = y + m * to.stride + n;
+        const bool both = n + 1 < to.columns;
+        if (m < tile.row_end && both && to.pairs) {
           const float2 pair = *reinterpret_cast<const float2*>(at);
           there[i] = pair.x, there[i + 1] = pair.y;
         } else {
-          there[i] = m < tile.row_end && n < p_.columns ? at[0] : 0;
+          there[i] = m < tile.row_end && n < to.columns ? at[0] : 0;
           there[i + 1] = m < tile.row_end && both ? at[1] : 0;
         }
       }
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; i += 2) {
         const int n = column_of(tile, first + i / 4), m = row_of(row, i / 2 % 2);
-        if (m >= tile.row_end || n >= p_.columns) continue;
-        float* const at = y + m * p_.y_stride + n;
+        if (m >= tile.row_end || n >= to.columns) continue;
+        float* const at = y + m * to.stride + n;
         const float a = there[i] + acc[4 * first + i], b = there[i + 1] + acc[4 * first + i + 1];
-        if (n + 1 < p_.columns && p_.y_pairs) {
+        if (n + 1 < to.columns && to.pairs) {
           store_pair(at, a, b);
         } else {
           at[0] = a;
-          if (n + 1 < p_.columns) at[1] = b;
+          if (n + 1 < to.columns) at[1] = b;
         }
       }
     }
   }
 
   const Problem& p_;
-  const CUtensorMap& map_;
+  const Products<Count>& products_;
   char* boxes_;
   int group_, t_, box_ = 0;
 };
@@ -308,17 +349,77 @@ inline int multiprocessors() {
   return n;
 }
 
-// Fills in how y [p.rows, p.columns] may be stored; its map where there is one.
-inline CUtensorMap prepare_output(Problem& p) {
-  const int64_t bytes = p.y_is_f32 ? 4 : 2;
-  const auto address = reinterpret_cast<uintptr_t>(p.y);
-  p.y_pairs = p.y_stride % 2 == 0 && address % static_cast<uintptr_t>(2 * bytes) == 0;
-  p.y_boxes = !p.accumulate && p.y_stride * bytes % 16 == 0 && address % 16 == 0;
-  if (!p.y_boxes) return {};
-  return p.y_is_f32 ? make_map<float>(p.y, 1, p.rows, p.columns, p.y_stride, 64) : make_map<bf16_t>(p.y, 1, p.rows, p.columns, p.y_stride, 64);
+// Fills in how the D of product i [rows, columns] may be stored; its map where there is one.
+template <int Count>
+void prepare_output(Products<Count>& products, int i, const Problem& p) {
+  Result& to = products.result[i];
+  const int64_t bytes = to.is_f32 ? 4 : 2;
+  const auto address = reinterpret_cast<uintptr_t>(to.y);
+  to.pairs = to.stride % 2 == 0 && address % static_cast<uintptr_t>(2 * bytes) == 0;
+  to.boxes = !p.accumulate && to.stride * bytes % 16 == 0 && address % 16 == 0;
+  if (!to.boxes) return;
+  products.y[i] = to.is_f32 ? make_map<float>(to.y, 1, p.rows, to.columns, to.stride, 64) : make_map<bf16_t>(to.y, 1, p.rows, to.columns, to.stride, 64);
 }
 inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 // The most tiles of rows there can be: an expert's last tile may be part full.
 inline int64_t most_tiles_m(int64_t m, int64_t experts, int64_t tile_m) { return pieces(m, tile_m) + std::min(experts, m) - 1; }
+// Rows that an expert has in a typical batch, which gives every expert its share; the host knows no better.
+struct Batch {
+  int64_t busy, rows;
+  Batch(int64_t m, int64_t experts) : busy(std::min(experts, m)), rows(m / busy) {}
+  int64_t tiles_m(int64_t tile_m) const { return busy * pieces(rows, tile_m); }
+};
+
+// A way to run a product, and roughly how long it takes: the tiles that a multiprocessor works through, one after the other, times the steps of a tile. Tiles give
+// equal bits (matmul_gpu_bench checks it), so the number of rows may decide between them.
+template <typename Arguments>
+struct Way {
+  double ns;
+  void (*run)(Arguments, cudaStream_t);
+};
+template <typename T>  // T::kStepNs, T::kTileNs: measured on an H200
+double rough_ns(int64_t tiles, int64_t k) {
+  return static_cast<double>(pieces(tiles, multiprocessors())) * (static_cast<double>(pieces(k, T::kStep)) * T::kStepNs + T::kTileNs);
+}
+constexpr double kLaunchNs = 3000;
+template <typename Arguments, size_t N>
+const Way<Arguments>& fastest(const Way<Arguments> (&ways)[N]) {
+  return *std::min_element(ways, ways + N, [](const auto& a, const auto& b) { return a.ns < b.ns; });
+}
+
+// Whether two may share a launch.
+inline bool agree(const MatmulProblem& a, const MatmulProblem& b) {
+  return a.m == b.m && a.k == b.k && a.offsets == b.offsets && a.experts == b.experts && a.k_segment == 0 && b.k_segment == 0 && !a.accumulate && !b.accumulate;
+}
+
+// Runs problems, one by one or together where they agree and that is faster. ns(problems): of the fastest way to run them in one launch, run(problems) does it.
+template <typename P, typename Agree, typename Ns, typename Run>
+void run_in_groups(std::span<const P> all, const Agree& agree, const Ns& ns, const Run& run) {
+  uint64_t done = 0;
+  GPU_CHECK(all.size() <= 64, "%zu products in a call", all.size());
+  for (size_t first = 0; first < all.size(); ++first) {
+    FixedList<P, kProductsMax> some;
+    for (size_t i = first; i < all.size() && some.size() < kProductsMax; ++i) {
+      if ((done >> i & 1) != 0 || (i != first && !agree(all[first], all[i]))) continue;
+      some.push_back(all[i]);
+      done |= uint64_t{1} << i;
+    }
+    if (some.empty()) continue;
+    const std::span<const P> together = some;
+    double apart = 0;
+    for (const P& p : together) apart += ns({&p, 1}) + kLaunchNs;
+    if (together.size() > 1 && ns(together) + kLaunchNs < apart) {
+      run(together);
+    } else {
+      for (const P& p : together) run({&p, 1});
+    }
+  }
+}
+
+// Rows of A to be read together: of a short product all of them, of experts some, since how many an expert has is not known here.
+inline int box_rows(int64_t m, int64_t experts, int tile_m) {
+  const int64_t rows = experts == 1 ? pieces(m, 8) * 8 : m / experts <= 32 ? 16 : tile_m;
+  return static_cast<int>(std::min<int64_t>(rows, tile_m));
+}
 
 }  // namespace lockstep::gpu::sm90_matmul

@@ -13,22 +13,33 @@ namespace {
 
 using namespace sm90_matmul;
 
+// Both gradients have the columns of k and are f32.
+Products<1> products_of(const CUtensorMap& a, const CUtensorMap& b, const MatmulBackwardProblem& q, int64_t expert_stride) {
+  Products<1> products;
+  products.a[0] = a, products.b[0] = b, products.count = 1;
+  products.result[0] = {.y = q.grad, .stride = q.grad_stride, .expert_stride = expert_stride, .columns = static_cast<int>(q.k), .first_tile = 0, .is_f32 = true,
+                        .pairs = false, .boxes = false};
+  return products;
+}
+
 template <typename T>
 void launch_input(const MatmulBackwardProblem& q, cudaStream_t stream) {
-  const Problem p = {.rows = static_cast<int>(q.m), .columns = static_cast<int>(q.k), .k = static_cast<int>(q.n), .tiles_m = static_cast<int>(pieces(q.m, T::kM)),
-                     .tiles_n = static_cast<int>(pieces(q.k, T::kN)), .experts = static_cast<int>(q.experts), .offsets = q.offsets, .k_segment = 0, .y = q.grad,
-                     .y_stride = q.grad_stride, .y_expert_stride = 0, .y_is_f32 = true, .accumulate = q.accumulate, .y_pairs = false, .y_boxes = false};
-  launch_bf16<T>(make_map<bf16_t>(q.dy, 1, q.m, q.n, q.dy_stride, T::kM), make_map<bf16_t>(q.other, q.experts, q.n, q.k, q.other_stride, kStepK), p,
-                 most_tiles_m(q.m, q.experts, T::kM) * pieces(q.k, T::kN), stream);
+  const Problem p = {.rows = static_cast<int>(q.m), .k = static_cast<int>(q.n), .tiles_m = static_cast<int>(pieces(q.m, T::kM)),
+                     .tiles_n = static_cast<int>(pieces(q.k, T::kN)), .experts = static_cast<int>(q.experts), .offsets = q.offsets, .k_segment = 0,
+                     .a_box = box_rows(q.m, q.experts, T::kM), .accumulate = q.accumulate};
+  Products<1> products = products_of(make_map<bf16_t>(q.dy, 1, q.m, q.n, q.dy_stride, p.a_box),
+                                        make_map<bf16_t>(q.other, q.experts, q.n, q.k, q.other_stride, kStepK), q, 0);
+  launch_bf16<T>(products, p, most_tiles_m(q.m, q.experts, T::kM) * p.tiles_n, stream);
 }
 
 template <typename T>
 void launch_weight(const MatmulBackwardProblem& q, cudaStream_t stream) {
-  const Problem p = {.rows = static_cast<int>(q.n), .columns = static_cast<int>(q.k), .k = static_cast<int>(q.m), .tiles_m = static_cast<int>(pieces(q.n, T::kM)),
-                     .tiles_n = static_cast<int>(pieces(q.k, T::kN)), .experts = static_cast<int>(q.experts), .offsets = q.offsets, .k_segment = 0, .y = q.grad,
-                     .y_stride = q.grad_stride, .y_expert_stride = q.n * q.grad_stride, .y_is_f32 = true, .accumulate = true, .y_pairs = false, .y_boxes = false};
-  launch_bf16<T>(make_map<bf16_t>(q.dy, 1, q.m, q.n, q.dy_stride, kStepK), make_map<bf16_t>(q.other, 1, q.m, q.k, q.other_stride, kStepK), p,
-                 q.experts * pieces(q.n, T::kM) * pieces(q.k, T::kN), stream);
+  const Problem p = {.rows = static_cast<int>(q.n), .k = static_cast<int>(q.m), .tiles_m = static_cast<int>(pieces(q.n, T::kM)),
+                     .tiles_n = static_cast<int>(pieces(q.k, T::kN)), .experts = static_cast<int>(q.experts), .offsets = q.offsets, .k_segment = 0, .a_box = T::kM,
+                     .accumulate = true};
+  Products<1> products = products_of(make_map<bf16_t>(q.dy, 1, q.m, q.n, q.dy_stride, kStepK), make_map<bf16_t>(q.other, 1, q.m, q.k, q.other_stride, kStepK), q,
+                                        q.n * q.grad_stride);
+  launch_bf16<T>(products, p, q.experts * p.tiles_m * p.tiles_n, stream);
 }
 
 template <int Consumers, int TileN>
@@ -36,25 +47,29 @@ using InputShape = Bf16Shape<Consumers, TileN, false, true>;
 template <int Consumers, int TileN>
 using WeightShape = Bf16Shape<Consumers, TileN, true, true, false, true>;
 
+template <int Consumers, int TileN>
+Way<const MatmulBackwardProblem&> input_way(const MatmulBackwardProblem& p) {
+  using T = InputShape<Consumers, TileN>;
+  return {rough_ns<T>(Batch(p.m, p.experts).tiles_m(T::kM) * pieces(p.k, T::kN), p.n), launch_input<T>};
+}
+template <int Consumers, int TileN>
+Way<const MatmulBackwardProblem&> weight_way(const MatmulBackwardProblem& p) {
+  using T = WeightShape<Consumers, TileN>;
+  return {rough_ns<T>(p.experts * pieces(p.n, T::kM) * pieces(p.k, T::kN), Batch(p.m, p.experts).rows), launch_weight<T>};
+}
+
 }  // namespace
 
 void matmul_backward_input_bf16(const MatmulBackwardProblem& p, void* stream) {
   if (p.m == 0) return;
-  const auto s = static_cast<cudaStream_t>(stream);
-  const int64_t busy = std::min(p.experts, p.m), rows = p.m / busy;
-  const auto fills = [&](int64_t tile_m, int64_t tile_n) { return busy * pieces(rows, tile_m) * pieces(p.k, tile_n) >= multiprocessors(); };
-  if (rows > 64 && fills(128, 256)) return launch_input<InputShape<2, 256>>(p, s);
-  if (rows > 64 && fills(128, 128)) return launch_input<InputShape<2, 128>>(p, s);
-  return launch_input<InputShape<1, 64>>(p, s);
+  const Way<const MatmulBackwardProblem&> ways[] = {input_way<2, 256>(p), input_way<2, 128>(p), input_way<1, 128>(p), input_way<1, 64>(p)};
+  fastest(ways).run(p, static_cast<cudaStream_t>(stream));
 }
 
 void matmul_backward_weight_bf16(const MatmulBackwardProblem& p, void* stream) {
   if (p.m == 0) return;
-  const auto s = static_cast<cudaStream_t>(stream);
-  const auto fills = [&](int64_t tile_m, int64_t tile_n) { return p.experts * pieces(p.n, tile_m) * pieces(p.k, tile_n) >= multiprocessors(); };
-  if (fills(128, 256)) return launch_weight<WeightShape<2, 256>>(p, s);
-  if (fills(128, 128)) return launch_weight<WeightShape<2, 128>>(p, s);
-  return launch_weight<WeightShape<1, 64>>(p, s);
+  const Way<const MatmulBackwardProblem&> ways[] = {weight_way<2, 256>(p), weight_way<2, 128>(p), weight_way<1, 128>(p), weight_way<1, 64>(p)};
+  fastest(ways).run(p, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace lockstep::gpu

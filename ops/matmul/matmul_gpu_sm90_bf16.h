@@ -14,12 +14,16 @@ namespace lockstep::gpu::sm90_matmul {
 constexpr int kStepK = 64;
 constexpr unsigned kSlabBytes = 64 * kStepK * sizeof(bf16_t);  // 64 rows along K, or 64 columns across it
 
-// Rows in 64 a consumer, columns; whether the operands lie across the contraction; whether it has segments, whether experts cut it.
-template <int Consumers, int TileN, bool AAcross = false, bool BAcross = false, bool Segments = false, bool CutK = false>
+// Rows in 64 a consumer, columns; whether the operands lie across the contraction; whether it has segments, whether experts cut it; how many products there may be.
+template <int Consumers, int TileN, bool AAcross = false, bool BAcross = false, bool Segments = false, bool CutK = false, int Count = 1>
 struct Bf16Shape {
-  static constexpr int kM = 64 * Consumers, kN = TileN, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
+  static constexpr int kCount = Count, kM = 64 * Consumers, kN = TileN, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
   static constexpr bool kAAcross = AAcross, kBAcross = BAcross, kSegments = Segments, kCutK = CutK;
   static_assert(!BAcross || TileN % 64 == 0);
+  // Small tiles wait for the matrix unit's latency, large ones for its rate; dw passes over memory twice at the end of a tile.
+  static constexpr int kStep = kStepK;
+  static constexpr double kStepNs = Consumers == 2 ? (TileN == 256 ? 590 : 350) : TileN == 128 ? 230 : TileN == 64 ? 210 : 200;
+  static constexpr double kTileNs = CutK ? TileN * Consumers * 25 : 800 + 2.5 * TileN * Consumers;
   struct Stage {
     bf16_t a[kM * kStepK];
     bf16_t b[TileN * kStepK];
@@ -29,31 +33,32 @@ struct Bf16Shape {
 
 // All of the first warpgroup: one of its threads asks for the steps of every tile of this block, as stages become free.
 template <typename T, typename Tiles>
-GPU_INLINE void feed_bf16(Stages<T>& stages, const CUtensorMap& a_map, const CUtensorMap& b_map, const Tiles& tiles) {
+GPU_INLINE void feed_bf16(Stages<T>& stages, const Problem& p, const Products<T::kCount>& products, const Tiles& tiles) {
   sm90::leave_registers<40>();
   if (threadIdx.x != 0) return;
-  sm90::prefetch_map(&a_map);
-  sm90::prefetch_map(&b_map);
   const int count = tiles.count();
   for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
     const Tile tile = tiles.at(i);
-    const int b_slab = T::kCutK ? 0 : tile.expert;
+    const int b_slab = T::kCutK ? 0 : tile.expert, product = T::kCount == 1 ? 0 : tile.product;
+    const CUtensorMap *const a_map = &products.a[product], *const b_map = &products.b[product];
+    const int a_rows = T::kAAcross ? T::kM : rows_to_read<T::kM>(p, tile);
+    const unsigned bytes = static_cast<unsigned>((a_rows + T::kN) * kStepK) * sizeof(bf16_t);
     for (int k = tile.k_begin; k < tile.k_end; k += kStepK) {
       sm90::Barrier* const full = &stages.full[stages.at];
       typename T::Stage& stage = stages.data[stages.at];
       stages.empty[stages.at].wait(stages.phase ^ 1);
-      full->arrive_and_expect(sizeof(typename T::Stage));
+      full->arrive_and_expect(bytes);
       if constexpr (T::kAAcross) {
 #pragma unroll
-        for (int m = 0; m < T::kM; m += 64) sm90::load_tile(stage.a + m * kStepK, &a_map, full, tile.row + m, k, 0);
+        for (int m = 0; m < T::kM; m += 64) sm90::load_tile(stage.a + m * kStepK, a_map, full, tile.row + m, k, 0);
       } else {
-        sm90::load_tile(stage.a, &a_map, full, k, tile.row, 0);
+        for (int m = 0; m < a_rows; m += p.a_box) sm90::load_tile(stage.a + m * kStepK, a_map, full, k, tile.row + m, 0);
       }
       if constexpr (T::kBAcross) {
 #pragma unroll
-        for (int n = 0; n < T::kN; n += 64) sm90::load_tile(stage.b + n * kStepK, &b_map, full, tile.column + n, k, b_slab);
+        for (int n = 0; n < T::kN; n += 64) sm90::load_tile(stage.b + n * kStepK, b_map, full, tile.column + n, k, b_slab);
       } else {
-        sm90::load_tile(stage.b, &b_map, full, k, tile.column, b_slab);
+        sm90::load_tile(stage.b, b_map, full, k, tile.column, b_slab);
       }
       stages.advance();
     }
@@ -101,18 +106,18 @@ GPU_INLINE void chain(Stages<T>& stages, int steps, int last_rows, int half, int
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-matmul_bf16_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const __grid_constant__ CUtensorMap y_map,
-                   const __grid_constant__ Problem p) {
+matmul_bf16_kernel(const __grid_constant__ Products<T::kCount> products, const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) char shared[];
+  prefetch_maps(products);
   Stages<T> stages(shared);
-  const Walk<T::kM, T::kN, T::kCutK> tiles(p, stages.first_tile());
+  const Walk<T::kM, T::kN, T::kCutK, T::kCount> tiles(p, products, stages.first_tile());
   __syncthreads();
   const int group = static_cast<int>(threadIdx.x) / 128;
-  if (group == 0) return feed_bf16(stages, a_map, b_map, tiles);
+  if (group == 0) return feed_bf16(stages, p, products, tiles);
 
   sm90::take_registers<T::kConsumers == 2 ? 232 : 240>();
   const int half = group - 1, t = static_cast<int>(threadIdx.x) % 128, count = tiles.count();
-  Output<T::kN> output(p, y_map, stages.boxes, half, t);
+  Output<T::kN, T::kCount> output(p, products, stages.boxes, half, t);
   float acc[T::kN / 2];
   for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
     const Tile tile = tiles.at(i);
@@ -135,17 +140,17 @@ matmul_bf16_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_const
   output.finish();
 }
 
-// most_tiles: no more tiles than this can there be.
+// most_tiles: no more tiles than this can there be. The maps of operands are made; those of results are made here.
 template <typename T>
-void launch_bf16(const CUtensorMap& a_map, const CUtensorMap& b_map, Problem p, int64_t most_tiles, cudaStream_t stream) {
+void launch_bf16(Products<T::kCount>& products, const Problem& p, int64_t most_tiles, cudaStream_t stream) {
   constexpr size_t kBytes = shared_bytes<T>();
   static const cudaError_t allowed = cudaFuncSetAttribute(matmul_bf16_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
   GPU_CHECK(allowed == cudaSuccess, "%zu bytes of shared memory a block: %s", kBytes, cudaGetErrorString(allowed));
-  const CUtensorMap y_map = prepare_output(p);
+  for (int i = 0; i < products.count; ++i) prepare_output(products, i, p);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors(), most_tiles));
-  matmul_bf16_kernel<T><<<blocks, T::kThreads, kBytes, stream>>>(a_map, b_map, y_map, p);
+  matmul_bf16_kernel<T><<<blocks, T::kThreads, kBytes, stream>>>(products, p);
   const cudaError_t e = cudaGetLastError();
-  GPU_CHECK(e == cudaSuccess, "matmul [%d, %d, %d]: %s", p.rows, p.columns, p.k, cudaGetErrorString(e));
+  GPU_CHECK(e == cudaSuccess, "matmul [%d, %d, %d]: %s", p.rows, products.result[0].columns, p.k, cudaGetErrorString(e));
 }
 
 }  // namespace lockstep::gpu::sm90_matmul

@@ -230,6 +230,37 @@ TEST_F(MatmulGpu, ARowsBitsDoNotDependOnTheCall) {
     }
 }
 
+// Of several dtypes and widths in one call, with an x of its own here and there, of one matrix each and by experts.
+TEST_F(MatmulGpu, ManyHaveTheBitsOfEach) {
+  const auto put = [&](ConstTensorView v) -> ConstTensorView { return gpu_.put(v); };
+  constexpr int64_t kExperts = 3;
+  for (const bool grouped : {false, true}) {
+    const auto shape = [&](int64_t n) { return grouped ? Shape{kExperts, n, kK} : Shape{n, kK}; };
+    const QuantWeight q1(cpu_, random_tensor(1, DType::f32, shape(128)), kFp8Weight, grouped ? 128 : 0, 0),
+        q2(cpu_, random_tensor(2, DType::f32, shape(256)), kFp8Weight, grouped ? 256 : 0, 0);
+    const Tensor offsets = int_tensor({0, 3, 3, 40});
+    for (const int64_t rows : {1, 40}) {
+      if (grouped && rows == 1) continue;
+      const ConstTensorView x = gpu_.put(random_tensor(3, DType::bf16, {rows, kK})), other = gpu_.put(random_tensor(4, DType::bf16, {rows, kK})),
+                            x32 = gpu_.put(random_tensor(5, DType::f32, {rows, kK})), at = gpu_.put(offsets);
+      const auto y = [&](DType dtype, int64_t n) { return gpu_.make(dtype, {rows, n}); };
+      const auto w = [&](uint64_t seed, DType dtype, int64_t n) { return WeightView{gpu_.put(random_tensor(seed, dtype, shape(n))), {}}; };
+      std::vector<MatmulCall> calls = {{y(DType::bf16, 72), x, w(6, DType::bf16, 72)},   {y(DType::f32, 8), x, w(7, DType::bf16, 8)},
+                                       {y(DType::bf16, 128), x, q1.view(put)},           {y(DType::bf16, 24), x32, w(8, DType::f32, 24)},
+                                       {y(DType::bf16, 200), other, w(9, DType::bf16, 200)}, {y(DType::f32, 256), x, q2.view(put)},
+                                       {y(DType::f32, 128), other, q1.view(put)}};
+      for (uint64_t i = 0; i < 6; ++i) calls.push_back({y(DType::bf16, 40), x, w(10 + i, DType::bf16, 40)});  // more than a launch takes
+      grouped ? grouped_matmul_many(gpu_, calls, at) : matmul_many(gpu_, calls);
+      for (size_t i = 0; i < calls.size(); ++i) {
+        const Tensor together = gpu_.get(calls[i].y);
+        const TensorView alone = gpu_.make(calls[i].y.dtype, calls[i].y.shape);
+        grouped ? lockstep::grouped_matmul(gpu_, alone, calls[i].x, calls[i].w, at) : lockstep::matmul(gpu_, alone, calls[i].x, calls[i].w);
+        EXPECT_EQ(count_bit_differences(gpu_.get(alone), together), 0) << "call " << i << " of " << rows << " rows, grouped " << grouped;
+      }
+    }
+  }
+}
+
 TEST_F(MatmulGpu, ExpertsAndGradientsHaveTheCpusValues) {
   const Tensor offsets = int_tensor({0, 0, 40, 43, kRows});
   for (const Chosen& s : kChosen) {
