@@ -56,10 +56,10 @@ AttentionShape attention_shape(const ModelConfig& m, const LayerConfig& l, const
 }
 
 // [kv | gate] rows of one compressor, f32.
-void project_compressor(Context& c, TensorView proj, ConstTensorView u, const CompressorTensors<WeightView>& w) {
+void add_projection(MatmulCalls& products, TensorView proj, ConstTensorView u, const CompressorTensors<WeightView>& w) {
   const int64_t half = proj.dim(1) / 2;
-  matmul(c, proj.cols(0, half), u, w.wkv);
-  matmul(c, proj.cols(half, half), u, w.wgate);
+  products.push_back({proj.cols(0, half), u, w.wkv});
+  products.push_back({proj.cols(half, half), u, w.wgate});
 }
 
 // What kv_fp8 does to finished keys [rows, d]: their channels that are not rotated. The gradient passes as if it did nothing.
@@ -97,29 +97,34 @@ void compress_and_store(Context& c, const CompressorShape& shape, const Compress
   ring_update(c, ring, proj, seq);
 }
 
-// The csa layer's choice of entries for every query; no gradient passes here. All ranks of a tp group keep all keys; each chooses for its
-// share of the rows, with all heads, and the lists are gathered.
+// What the csa layer's indexer makes of u and qr: rows of its compressor, queries, and the weights of their heads. All ranks of a tp group keep all keys; each
+// chooses for its own share of the rows, with all heads.
+struct IndexerRows {
+  Range own;
+  TensorView proj, q, head_weight;
+};
+IndexerRows indexer_rows(const ModelConfig& m, const LayerConfig& l, const SequenceView& seq, DType dtype, RankGroup* tp, Arena& ws) {
+  const Range own = tp == nullptr ? Range{0, seq.num_tokens} : part_of(seq.num_tokens, tp->size(), tp->rank());
+  return {own, ws.tensor(DType::f32, {seq.num_tokens, compressor_shape(l, m.index_head_dim).proj_width()}, "indexer.proj"),
+          ws.tensor(dtype, {own.size(), m.index_heads * m.index_head_dim}, "indexer.q"), ws.tensor(DType::f32, {own.size(), m.index_heads}, "indexer.head_weight")};
+}
+
+// The csa layer's choice of entries for every query, and the lists of all ranks gathered; no gradient passes here.
 void select_entries(Context& c, const ModelConfig& m, const LayerConfig& l, const IndexerTensors<WeightView>& w, const LayerState& s,
-                    ConstTensorView rope_table, const EntryView& entries, const SequenceView& seq, ConstTensorView u, ConstTensorView qr,
-                    TensorView selected, RankGroup* tp, bool fp4) {
+                    ConstTensorView rope_table, const EntryView& entries, const SequenceView& seq, const IndexerRows& in, TensorView selected, RankGroup* tp,
+                    bool fp4) {
   ArenaScope scope(*c.workspace);
   Arena& ws = *c.workspace;
+  const auto& [own, proj, q, head_weight] = in;
   const CompressorShape shape = compressor_shape(l, m.index_head_dim);
-  TensorView proj = ws.tensor(DType::f32, {seq.num_tokens, shape.proj_width()}, "indexer.proj");
-  project_compressor(c, proj, u, w.compressor);
-  TensorView pooled = ws.tensor(u.dtype, {entries.num_entries, m.index_head_dim}, "indexer.pooled");
+  TensorView pooled = ws.tensor(q.dtype, {entries.num_entries, m.index_head_dim}, "indexer.pooled");
   compress_and_store(c, shape, w.compressor, proj, pooled, TensorView(), s.index_ring, s.index_entries, s.per_page, rope_table, m.norm_eps, entries, seq,
                      {.index = fp4});
 
-  const Range own = tp == nullptr ? Range{0, seq.num_tokens} : part_of(seq.num_tokens, tp->size(), tp->rank());
   if (const int64_t n = own.size(); n > 0) {
     const SequenceView rows = tp == nullptr ? seq : slice_rows(c, seq, own.begin, n, ws);
-    TensorView q = ws.tensor(u.dtype, {n, m.index_heads * m.index_head_dim}, "indexer.q");
-    matmul(c, q, qr.slice(own.begin, n), w.wq_b);
     rope(c, q, rows.token_pos, rope_table, m.index_heads, /*inverse=*/false);
     if (fp4) round_index(c, q.reshape({n * m.index_heads, m.index_head_dim}));
-    TensorView head_weight = ws.tensor(DType::f32, {n, m.index_heads}, "indexer.head_weight");
-    matmul(c, head_weight, u.slice(own.begin, n), w.weights_proj);
     scale(c, head_weight, 1.0f / std::sqrt(static_cast<float>(m.index_head_dim)) / std::sqrt(static_cast<float>(m.index_heads)));
     index_select(c, selected.slice(own.begin, n), q.reshape({n, m.index_heads, m.index_head_dim}), head_weight, s.index_entries, rows,
                  {l.ratio, s.per_page});
@@ -141,25 +146,44 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
     if (model.probe) (*model.probe)(layer, point, rows);
   };
 
-  // Queries: low-rank, normed, per head normed, rotated.
+  // Everything that is made of the layer's input: low-rank queries, the key/value row of each token, the compressor's rows and the indexer's.
   saved.qr_in = keep.tensor(dtype, {T, m.q_rank}, "attn.qr_in");
+  saved.kv_in = keep.tensor(dtype, {T, d}, "attn.kv_in");
+  MatmulCalls of_input;
+  of_input.push_back({saved.qr_in, u, w.wq_a});
+  of_input.push_back({saved.kv_in, u, w.wkv});
+  if (l.compressed()) {
+    saved.proj = keep.tensor(DType::f32, {T, compressor_shape(l, d).proj_width()}, "attn.proj");
+    add_projection(of_input, saved.proj, u, *w.compressor);
+  }
+  const ArenaScope indexer_scope(*c.workspace);
+  const bool replayed = model.replay != nullptr && !model.replay->entries.empty(), indexes = l.attention == AttentionKind::csa && !replayed;
+  IndexerRows index;
+  if (indexes) {
+    index = indexer_rows(m, l, seq, dtype, tp, *c.workspace);
+    add_projection(of_input, index.proj, u, w.indexer->compressor);
+    if (index.own.size() > 0) of_input.push_back({index.head_weight, u.slice(index.own.begin, index.own.size()), w.indexer->weights_proj});
+  }
+  matmul_many(c, of_input);
+
+  // Queries: normed, raised, per head normed, rotated.
   saved.qr_inv = keep.tensor(DType::f32, {T}, "attn.qr_inv");
   saved.qr = keep.tensor(dtype, {T, m.q_rank}, "attn.qr");
   saved.q_in = keep.tensor(dtype, {T, H * d}, "attn.q_in");
   saved.q_inv = keep.tensor(DType::f32, {T * H}, "attn.q_inv");
   saved.q = keep.tensor(dtype, {T, H * d}, "attn.q");
-  matmul(c, saved.qr_in, u, w.wq_a);
   rmsnorm(c, saved.qr, saved.qr_inv, saved.qr_in, w.q_norm.rows, m.norm_eps);
-  matmul(c, saved.q_in, saved.qr, w.wq_b);
+  MatmulCalls of_qr;
+  of_qr.push_back({saved.q_in, saved.qr, w.wq_b});
+  if (indexes && index.own.size() > 0) of_qr.push_back({index.q, saved.qr.slice(index.own.begin, index.own.size()), w.indexer->wq_b});
+  matmul_many(c, of_qr);
   rmsnorm(c, saved.q.reshape({T * H, d}), saved.q_inv, saved.q_in.reshape({T * H, d}), ConstTensorView(), m.norm_eps);
   rope(c, saved.q, seq.token_pos, rope_table, H, /*inverse=*/false);
   probe("attn.q", saved.q);
 
   // The one key/value row of each token.
-  saved.kv_in = keep.tensor(dtype, {T, d}, "attn.kv_in");
   saved.kv_inv = keep.tensor(DType::f32, {T}, "attn.kv_inv");
   saved.kv = keep.tensor(dtype, {T, d}, "attn.kv");
-  matmul(c, saved.kv_in, u, w.wkv);
   rmsnorm(c, saved.kv, saved.kv_inv, saved.kv_in, w.kv_norm.rows, m.norm_eps);
   rope(c, saved.kv, seq.token_pos, rope_table, 1, /*inverse=*/false);
   if (model.cache.kv_fp8) round_keys(c, saved.kv, m.rope_dim);
@@ -167,22 +191,20 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
 
   if (l.compressed()) {
     const CompressorShape shape = compressor_shape(l, d);
-    saved.proj = keep.tensor(DType::f32, {T, shape.proj_width()}, "attn.proj");
     saved.pooled = keep.tensor(dtype, {entries.num_entries, d}, "attn.pooled");
     saved.pooled_inv = keep.tensor(DType::f32, {entries.num_entries}, "attn.pooled_inv");
-    project_compressor(c, saved.proj, u, *w.compressor);
     probe("attn.proj", saved.proj);
     compress_and_store(c, shape, *w.compressor, saved.proj, saved.pooled, saved.pooled_inv, s.compressor_ring, s.entries, s.per_page, rope_table,
                        m.norm_eps, entries, seq, {.keys = model.cache.kv_fp8, .rope_dim = m.rope_dim});
   }
   if (l.attention == AttentionKind::csa) {
     saved.selected = keep.tensor(DType::i32, {T, m.selected_columns(l.ratio)}, "attn.selected");
-    if (model.replay != nullptr && !model.replay->entries.empty()) {
+    if (replayed) {
       const ConstTensorView& chosen = model.replay->entries[static_cast<size_t>(layer)];
       CHECK(chosen.shape == saved.selected.shape, "entries chosen for {}, there are {}", chosen.shape.str(), saved.selected.shape.str());
       copy(c, saved.selected, chosen);
     } else {
-      select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, u, saved.qr, saved.selected, tp, model.cache.index_fp4);
+      select_entries(c, m, l, *w.indexer, s, rope_table, entries, seq, index, saved.selected, tp, model.cache.index_fp4);
     }
     probe("attn.selected", saved.selected);
   }
@@ -198,8 +220,10 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
   // Grouped low-rank output; the second product sums its groups one by one, in order, in every layout.
   const int64_t group_in = H / groups * d;
   saved.a = keep.tensor(dtype, {T, groups * m.o_rank}, "attn.a");
+  MatmulCalls of_groups;
   for (int64_t i = 0; i < groups; ++i)
-    matmul(c, saved.a.cols(i * m.o_rank, m.o_rank), saved.o.cols(i * group_in, group_in), group_weight(w.wo_a, i));
+    of_groups.push_back({saved.a.cols(i * m.o_rank, m.o_rank), saved.o.cols(i * group_in, group_in), group_weight(w.wo_a, i)});
+  matmul_many(c, of_groups);
   if (tp == nullptr) {
     matmul(c, y, saved.a, w.wo_b, /*k_segment=*/m.o_rank);
   } else {

@@ -7,8 +7,8 @@ namespace lockstep {
 void experts_forward(Context& c, const Model& model, int layer, TensorView y, TensorView g, TensorView u, TensorView a, ConstTensorView x,
                      ConstTensorView rho, ConstTensorView offsets) {
   const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
-  grouped_matmul(c, g, x, w.w1, offsets);
-  grouped_matmul(c, u, x, w.w3, offsets);
+  const MatmulCall of_input[] = {{g, x, w.w1}, {u, x, w.w3}};
+  grouped_matmul_many(c, of_input, offsets);
   swiglu(c, a, g, u, rho, model.weights->config().swiglu_limit);
   grouped_matmul(c, y, a, w.w2, offsets);
 }

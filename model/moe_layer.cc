@@ -17,11 +17,14 @@ void moe_layer_forward(Context& c, const Model& model, int layer, const Sequence
   const int64_t T = batch.seq.num_tokens, K = m.experts_per_token, R = T * K, I = m.expert_dim, D = m.hidden_size;
   const DType dtype = u.dtype;
 
-  // Router.
+  // The router, and the shared expert's products of the same rows.
   saved.z = keep.tensor(DType::f32, {T, m.num_experts}, "moe.z");
   saved.ids = keep.tensor(DType::i32, {T, K}, "moe.ids");
   saved.weight = keep.tensor(DType::f32, {T, K}, "moe.weight");
-  matmul(c, saved.z, u, w.gate);
+  saved.shared_g = keep.tensor(dtype, {T, I}, "moe.shared_g");
+  saved.shared_u = keep.tensor(dtype, {T, I}, "moe.shared_u");
+  const MatmulCall of_input[] = {{saved.z, u, w.gate}, {saved.shared_g, u, w.shared_w1}, {saved.shared_u, u, w.shared_w3}};
+  matmul_many(c, of_input);
   if (model.replay != nullptr) {  // row t of the choices, as if they were a table
     const ArenaScope scope(*c.workspace);
     const TensorView row = c.workspace->tensor(DType::i32, {T}, "moe.row");
@@ -38,8 +41,6 @@ void moe_layer_forward(Context& c, const Model& model, int layer, const Sequence
   saved.offsets = keep.tensor(DType::i32, {m.num_experts + 1}, "moe.offsets");
   saved.row_token = keep.tensor(DType::i32, {R}, "moe.row_token");
   saved.slot_row = keep.tensor(DType::i32, {T, K}, "moe.slot_row");
-  saved.shared_g = keep.tensor(dtype, {T, I}, "moe.shared_g");
-  saved.shared_u = keep.tensor(dtype, {T, I}, "moe.shared_u");
   moe_plan(c, saved.offsets, saved.row_token, saved.slot_row, saved.ids);
 
   ArenaScope scope(*c.workspace);
@@ -59,8 +60,6 @@ void moe_layer_forward(Context& c, const Model& model, int layer, const Sequence
     experts_forward(c, model, layer, rows, saved.g, saved.u, a, rows, saved.rho, saved.offsets);  // results take the place of the rows
   }
 
-  matmul(c, saved.shared_g, u, w.shared_w1);
-  matmul(c, saved.shared_u, u, w.shared_w3);
   TensorView shared_a = ws.tensor(dtype, {T, I}, "moe.shared_a");
   swiglu(c, shared_a, saved.shared_g, saved.shared_u, ConstTensorView(), m.swiglu_limit);
   TensorView shared_y = ws.tensor(dtype, {T, D}, "moe.shared_y");
