@@ -5,7 +5,9 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <vector>
 
+#include "core/formats.h"
 #include "ops/cast/cast.h"
 #include "ops/gpu_testing.h"
 #include "ops/matmul/matmul_gpu.h"
@@ -50,6 +52,45 @@ TEST(MatmulGpuOperands, CodesAreThoseOfQuantize) {
         EXPECT_EQ(count_bit_differences(gpu.get(gcodes), codes), 0) << dtype_name(dtype) << shape.str() << wider;
         EXPECT_EQ(count_bit_differences(gpu.get(gscales), scales), 0) << dtype_name(dtype) << shape.str() << wider;
       }
+}
+
+void expect_codes_of_quantize(const Tensor& x) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  const int64_t rows = x.view().rows(), k = x.view().dim(1);
+  const Tensor codes(DType::e4m3, {rows, k}), exponents(DType::ue8m0, {rows, k / 128});
+  const TensorView gcodes = gpu.put(codes), gscales = gpu.put(Tensor(DType::f32, {rows, k / 128}));
+  gpu::quantize_rows(gpu, gcodes, gscales, gpu.put(x));
+  quantize(cpu, {codes, exponents, 1, 128}, x, kFp8Activation.amax_floor);
+  EXPECT_EQ(count_bit_differences(gpu.get(gcodes), codes), 0);
+}
+
+// Every bf16 beside its neighbours, and beside values of all sizes.
+TEST(MatmulGpuOperands, EveryBf16) {
+  const Tensor x(DType::bf16, {1024, 128});
+  for (uint32_t i = 0; i < 65536; ++i) {
+    x.view().ptr<bf16>()[i] = {static_cast<uint16_t>(i)};
+    x.view().ptr<bf16>()[65536 + i] = {static_cast<uint16_t>(i * 40503u)};
+  }
+  expect_codes_of_quantize(x);
+}
+
+// f32 where rounding turns: half way between neighbouring codes and just beside, in blocks whose scale is a known power of two.
+TEST(MatmulGpuOperands, WhereRoundingTurns) {
+  std::vector<float> turns;
+  for (int code = 0; code < 126; ++code)
+    for (const float sign : {1.0f, -1.0f}) {
+      const float half = sign * 0.5f * (to_f32(e4m3{static_cast<uint8_t>(code)}) + to_f32(e4m3{static_cast<uint8_t>(code + 1)}));
+      turns.insert(turns.end(), {half, std::nextafter(half, 1e9f), std::nextafter(half, -1e9f)});
+    }
+  const int64_t blocks = static_cast<int64_t>(turns.size() + 126) / 127;
+  const Tensor x(DType::f32, {3 * blocks, 128});
+  for (int64_t i = 0; i < x.elements(); ++i) {
+    const float scale = std::ldexp(1.0f, static_cast<int>(i / (128 * blocks)) * 55 - 12);  // 2^-12, 2^43, 2^98
+    const size_t at = static_cast<size_t>(i / 128 % blocks * 127 + i % 128 - 1);
+    x.view().ptr<float>()[i] = scale * (i % 128 == 0 ? 448.0f : at < turns.size() ? turns[at] : 0.0f);
+  }
+  expect_codes_of_quantize(x);
 }
 
 TEST(MatmulGpuOperands, RoundingIsThatOfCast) {
