@@ -29,7 +29,6 @@ DeviceInfo device_info();
 // may be what waits for a rank that this one must answer.
 void device_load_early();
 void device_select(int ordinal);  // of the calling thread, which then makes and uses contexts
-int device_selected();
 int device_count();
 
 // What differs from one accelerator to the other, for the functions below and for arenas.

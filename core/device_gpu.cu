@@ -86,11 +86,6 @@ DeviceInfo device_info() {
 }
 void device_load_early() { setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0); }  // read by the driver when it starts; HIP needs none
 void device_select(int ordinal) { RUN(GPU_API(SetDevice)(ordinal)); }
-int device_selected() {
-  int device = 0;
-  RUN(GPU_API(GetDevice)(&device));
-  return device;
-}
 int device_count() {
   int n = 0;
   return GPU_API(GetDeviceCount)(&n) == kOk ? n : 0;

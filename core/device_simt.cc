@@ -50,7 +50,6 @@ Status device_available() { return Status::ok(); }
 DeviceInfo device_info() { return {.name = "host executor", .memory_bytes = 0, .free_bytes = 0, .multiprocessors = 1, .software = {}, .emulated = true, .id = {}}; }
 void device_load_early() {}
 void device_select(int) {}
-int device_selected() { return 0; }
 int device_count() { return 1; }
 
 namespace device_memory {

@@ -34,13 +34,13 @@ double now_s() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Between two looks at something another rank has to do.
+// Between two looks at something another rank has to do, or a thread beside this one.
 class Backoff {
  public:
   // bytes: may be on their way through the host's memory, where MPI moves them on only when it is asked: no sleep while that lasts.
-  explicit Backoff(int64_t bytes = 0) : moving_s_(static_cast<double>(bytes) / kBytesPerSecond) {}
+  explicit Backoff(int64_t bytes = 0, int yields = kYields) : yields_(yields), moving_s_(static_cast<double>(bytes) / kBytesPerSecond) {}
   void pause() {
-    if (++tries_ <= kYields) {
+    if (++tries_ <= yields_) {
       ::sched_yield();
       return;
     }
@@ -58,6 +58,7 @@ class Backoff {
  private:
   static constexpr int kYields = 16;  // about as long as the shortest sleep
   static constexpr double kBytesPerSecond = 1e9;  // somewhat less than a core copies twice
+  const int yields_;
   const double moving_s_;
   int tries_ = 0;
   double since_ = 0;
@@ -202,7 +203,8 @@ void RankGroup::require(const Status& status) {
 // A Pending or a DeviceChannel.
 template <typename Started>
 void RankGroup::wait_for(Started& started, int64_t bytes) {
-  Backoff backoff(bytes);
+  constexpr int kDeviceYields = 200;  // the library's own thread needs tens of microseconds
+  Backoff backoff = std::is_same_v<Started, Pending> ? Backoff(bytes) : Backoff(0, kDeviceYields);
   for (;;) {
     bool done = false;
     require(started.test(&done));

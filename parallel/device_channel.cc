@@ -6,11 +6,8 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
-#include <future>
 #include <mutex>
 #include <vector>
-
-#include "core/device.h"
 
 namespace lockstep {
 
@@ -26,7 +23,7 @@ struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
   unsigned version = 21800;
-  int blocking = 1;
+  int blocking = 0;
   int cluster_size = kUndefined;
   int blocks_min = kUndefined;
   int blocks_max = kUndefined;
@@ -94,17 +91,25 @@ const Library& library() {
   return *l;
 }
 
-std::mutex mutex;  // of the list
+std::timed_mutex mutex;  // held during every call of the library
 std::atomic<bool> aborted{false};
 std::vector<Comm*>& communicators() {
   static auto* all = new std::vector<Comm*>;
   return *all;
 }
 
-// Before every call of the library, and after one that waited.
-void stop_if_aborted() {
-  while (aborted.load()) ::sleep(1);  // the watchdog's thread ends the process
-}
+class Calling {
+ public:
+  Calling() : lock_(mutex) {
+    while (aborted.load()) {
+      lock_.unlock();
+      for (;;) ::sleep(1);  // the watchdog's thread ends the process
+    }
+  }
+
+ private:
+  std::unique_lock<std::timed_mutex> lock_;
+};
 
 Status check(Answer answer, const char* call, Comm* comm = nullptr) {
   if (answer == kSuccess || answer == kInProgress) return Status::ok();
@@ -125,93 +130,69 @@ std::string DeviceChannel::version_text(int version) { return fmt::format("{} {}
 
 struct DeviceChannel::Communicator {
   Comm* comm = nullptr;
-  std::vector<bool> sent, received;  // by rank: whether anything was, so that the two are connected
-  std::future<Status> waiting;       // what runs in a thread of its own
 };
 
 DeviceChannel::DeviceChannel(std::unique_ptr<Communicator> c) : communicator_(std::move(c)) {}
 DeviceChannel::DeviceChannel(DeviceChannel&&) noexcept = default;
 DeviceChannel::~DeviceChannel() = default;  // communicators live as long as the process: freeing one could wait for others
 
-template <typename Call>
-Status DeviceChannel::start(bool may_wait, Call call) {
-  stop_if_aborted();
-  if (!may_wait) return call();
-  communicator_->waiting = std::async(std::launch::async, [call, device = device_selected()] {
-    device_select(device);
-    Status status = call();
-    stop_if_aborted();
-    return status;
-  });
-  return Status::ok();
-}
-
 Status DeviceChannel::make_id(Id* id) {
-  stop_if_aborted();
+  const Calling calling;
   return check(library().GetUniqueId(id), "ncclGetUniqueId");
 }
 
 Result<DeviceChannel> DeviceChannel::join(const Id& id, int rank, int size, int blocks_max) {
+  const Calling calling;
   auto c = std::make_unique<Communicator>();
-  c->sent.resize(static_cast<size_t>(size));
-  c->received.resize(static_cast<size_t>(size));
-  DeviceChannel channel(std::move(c));
-  LOCKSTEP_RETURN_IF_ERROR(channel.start(true, [&comm = channel.communicator_->comm, id, rank, size, blocks_max] {
-    Config config;
-    config.blocks_max = blocks_max;
-    LOCKSTEP_RETURN_IF_ERROR(check(library().CommInitRankConfig(&comm, size, id, rank, &config), "ncclCommInitRankConfig"));
-    const std::lock_guard lock(mutex);
-    communicators().push_back(comm);
-    return Status::ok();
-  }));
-  return channel;
+  Config config;
+  config.blocks_max = blocks_max;
+  LOCKSTEP_RETURN_IF_ERROR(check(library().CommInitRankConfig(&c->comm, size, id, rank, &config), "ncclCommInitRankConfig"));
+  communicators().push_back(c->comm);
+  return DeviceChannel(std::move(c));
 }
 
 Status DeviceChannel::exchange(void* stream, std::span<const BytePiece> sends, std::span<const BytePiece> recvs) {
-  bool fresh = false;
-  for (size_t r = 0; r < sends.size(); ++r) {
-    Communicator& c = *communicator_;
-    fresh = fresh || (sends[r].bytes > 0 && !c.sent[r]) || (recvs[r].bytes > 0 && !c.received[r]);
-    c.sent[r] = c.sent[r] || sends[r].bytes > 0;
-    c.received[r] = c.received[r] || recvs[r].bytes > 0;
+  const Calling calling;
+  const Library& l = library();
+  Comm* const comm = communicator_->comm;
+  LOCKSTEP_RETURN_IF_ERROR(check(l.GroupStart(), "ncclGroupStart"));
+  for (int r = 0; r < static_cast<int>(sends.size()); ++r) {
+    const BytePiece &out = sends[static_cast<size_t>(r)], &in = recvs[static_cast<size_t>(r)];
+    if (out.bytes > 0) LOCKSTEP_RETURN_IF_ERROR(check(l.Send(out.data, static_cast<size_t>(out.bytes), kBytes, r, comm, stream), "ncclSend", comm));
+    if (in.bytes > 0) LOCKSTEP_RETURN_IF_ERROR(check(l.Recv(in.data, static_cast<size_t>(in.bytes), kBytes, r, comm, stream), "ncclRecv", comm));
   }
-  // The pieces stay as they are until test() says that this is done.
-  return start(fresh, [comm = communicator_->comm, stream, sends, recvs] {
-    const Library& l = library();
-    LOCKSTEP_RETURN_IF_ERROR(check(l.GroupStart(), "ncclGroupStart"));
-    for (size_t r = 0; r < sends.size(); ++r) {
-      const BytePiece &out = sends[r], &in = recvs[r];
-      const int rank = static_cast<int>(r);
-      if (out.bytes > 0) LOCKSTEP_RETURN_IF_ERROR(check(l.Send(out.data, static_cast<size_t>(out.bytes), kBytes, rank, comm, stream), "ncclSend", comm));
-      if (in.bytes > 0) LOCKSTEP_RETURN_IF_ERROR(check(l.Recv(in.data, static_cast<size_t>(in.bytes), kBytes, rank, comm, stream), "ncclRecv", comm));
-    }
-    return check(l.GroupEnd(), "ncclGroupEnd", comm);
-  });
+  return check(l.GroupEnd(), "ncclGroupEnd", comm);
+}
+
+Status DeviceChannel::send(void* stream, BytePiece piece, int to) {
+  const Calling calling;
+  return check(library().Send(piece.data, static_cast<size_t>(piece.bytes), kBytes, to, communicator_->comm, stream), "ncclSend", communicator_->comm);
+}
+
+Status DeviceChannel::recv(void* stream, BytePiece piece, int from) {
+  const Calling calling;
+  return check(library().Recv(piece.data, static_cast<size_t>(piece.bytes), kBytes, from, communicator_->comm, stream), "ncclRecv", communicator_->comm);
 }
 
 Status DeviceChannel::broadcast(void* stream, BytePiece piece, int root) {
-  return start(true, [comm = communicator_->comm, stream, piece, root] {
-    return check(library().Broadcast(piece.data, piece.data, static_cast<size_t>(piece.bytes), kBytes, root, comm, stream), "ncclBroadcast", comm);
-  });
+  const Calling calling;
+  return check(library().Broadcast(piece.data, piece.data, static_cast<size_t>(piece.bytes), kBytes, root, communicator_->comm, stream), "ncclBroadcast",
+               communicator_->comm);
 }
 
 Status DeviceChannel::test(bool* done) {
-  stop_if_aborted();
-  *done = false;
-  if (std::future<Status>& waiting = communicator_->waiting; waiting.valid()) {
-    if (waiting.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return Status::ok();
-    LOCKSTEP_RETURN_IF_ERROR(waiting.get());
-  }
-  *done = true;
+  const Calling calling;
   Answer answer = kSuccess;
-  Comm* const comm = communicator_->comm;
-  LOCKSTEP_RETURN_IF_ERROR(check(library().CommGetAsyncError(comm, &answer), "ncclCommGetAsyncError", comm));
-  return check(answer, "between GPUs", comm);
+  LOCKSTEP_RETURN_IF_ERROR(check(library().CommGetAsyncError(communicator_->comm, &answer), "ncclCommGetAsyncError", communicator_->comm));
+  *done = answer != kInProgress;
+  return check(answer, "between GPUs", communicator_->comm);
 }
 
 void DeviceChannel::abort_all() {
   aborted.store(true);
-  const std::lock_guard lock(mutex);
+  // A call that is being made is let through, unless it is the one that is stuck; aborting beside it is allowed.
+  std::unique_lock lock(mutex, std::defer_lock);
+  static_cast<void>(lock.try_lock_for(std::chrono::seconds(1)));
   for (Comm* comm : communicators()) static_cast<void>(library().CommAbort(comm));
 }
 

@@ -3,12 +3,10 @@
 // it: a program without it starts, and no header of it is needed to build one. Only bytes are moved; it never adds anything.
 //
 // Every call starts something and returns at once; test() says when that is done: everyone has joined, or what is to be moved is in the stream, in whose order
-// it then happens. One thing at a time. Failures are Status: the caller ends the job.
+// it then happens. One thing at a time. Failures are Status: the caller ends the job. Communicators are not blocking, so the library does all of it in threads of
+// its own: nothing here waits for another rank, and an operation takes 54 us on an H200's host, of which 7 are its work.
 //
-// What may wait for other ranks (joining; the first bytes to or from a rank, for which the library connects the two; a broadcast) runs in a thread of its own.
-// The library's own way of not waiting, communicators that are not blocking, starts a thread for every operation: 54 us each on an H200's host, against 7.
-//
-// Threading: one thread calls, and beside it the watchdog's, which alone calls abort_all().
+// Threading: one thread, and beside it the watchdog's, which alone calls abort_all().
 
 #include <cstddef>
 #include <memory>
@@ -38,8 +36,10 @@ class DeviceChannel {
   DeviceChannel(DeviceChannel&&) noexcept;
   ~DeviceChannel();  // leaves the communicator as it is, like Channel's
 
-  // By rank, empty where nothing goes or comes; one operation of all of them. The lists stay as they are until it is in the stream.
+  // By rank, empty where nothing goes or comes; one operation of all of them.
   Status exchange(void* stream, std::span<const BytePiece> sends, std::span<const BytePiece> recvs);
+  Status send(void* stream, BytePiece piece, int to);
+  Status recv(void* stream, BytePiece piece, int from);
   Status broadcast(void* stream, BytePiece piece, int root);
 
   Status test(bool* done);
@@ -49,8 +49,6 @@ class DeviceChannel {
 
  private:
   struct Communicator;
-  template <typename Call>
-  Status start(bool may_wait, Call call);
   explicit DeviceChannel(std::unique_ptr<Communicator> c);
   std::unique_ptr<Communicator> communicator_;
 };

@@ -71,9 +71,7 @@ Status DeviceLinks::progress(Link& link) {
     link.queue.pop_front();
     link.entering->state = DeviceMessage::State::entering;
     device_event::wait(link.stream, link.entering->before);
-    link.sends = link.recvs = {};
-    (link.sending ? link.sends[1] : link.recvs[0]) = link.entering->piece;
-    LOCKSTEP_RETURN_IF_ERROR(link.channel->exchange(link.stream, link.sends, link.recvs));
+    LOCKSTEP_RETURN_IF_ERROR(link.sending ? link.channel->send(link.stream, link.entering->piece, 1) : link.channel->recv(link.stream, link.entering->piece, 0));
   }
 }
 

@@ -52,7 +52,6 @@ class DeviceLinks {
     std::optional<DeviceChannel> channel;
     void* stream = nullptr;
     DeviceMessage* entering = nullptr;
-    std::array<BytePiece, 2> sends, recvs;  // of it
     std::deque<DeviceMessage*> queue;
   };
   Status make(Link& link);

@@ -340,6 +340,8 @@ bool Watchdog::look(Cause* cause) {
     const bool check = signal == SIGABRT && signals.check_known.load();
     const char* what = signal == SIGABRT ? "an exception escaped; standard error of this rank says which" : "see its standard error";
     *cause = {FlightCause::crash, check ? signals.check_message : fmt::format("{} ({})", strsignal(signal), what)};
+    const std::unique_lock lock(mutex_, std::try_to_lock);  // the thread that crashed may hold it
+    if (lock.owns_lock() && watched_ >= 0) blame_the_gone(cause);
     return true;
   }
   // Files are looked at without the lock: a slow file system must not slow the rank.
@@ -349,6 +351,7 @@ bool Watchdog::look(Cause* cause) {
     const std::lock_guard lock(mutex_);
     if (failed_) {
       *cause = {FlightCause::error, failure_};
+      if (watched_ >= 0) blame_the_gone(cause);
       return true;
     }
     directory = directory_;
@@ -373,6 +376,14 @@ bool Watchdog::look(Cause* cause) {
     return true;
   }
   return false;
+}
+
+// A rank that is gone before this one has told anybody went first: what it left behind, memory that a GPU reads or a connection, is why this one fails.
+void Watchdog::blame_the_gone(Cause* cause) {
+  const std::vector<int> gone = ranks_in_state('G');
+  if (gone.empty()) return;
+  cause->text = fmt::format("the process {} of rank {} is gone; here: {}", processes_[gone.front()].pid, gone.front(), cause->text);
+  cause->cause = FlightCause::peer_gone;
 }
 
 bool Watchdog::missed_deadline(Cause* cause) {

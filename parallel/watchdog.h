@@ -132,6 +132,7 @@ class Watchdog {
   double now_s() const;
   void run();
   bool look(Cause* cause);
+  void blame_the_gone(Cause* cause);
   bool missed_deadline(Cause* cause);
   void close(Entry& e, double now);
   void close_passed(double now);

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <thread>
@@ -140,6 +141,26 @@ TEST_F(WatchdogTest, OperationsInAStreamAreOpenUntilItPasses) {
         wait_for_the_end();
       },
       ExitedWithCode(kExitStalled), "\"stuck\" of pair, sequence 2, missed its deadline");
+}
+
+// As when a GPU reads what a rank that is gone had in its memory: the first to fail is not the one to blame.
+TEST_F(WatchdogTest, ErrorAfterAnotherRankIsGoneIsThatRanks) {
+  EXPECT_EXIT(
+      {
+        int ends[2];
+        if (pipe(ends) != 0) _exit(1);
+        const pid_t child = fork();
+        ProcessId other = this_process();
+        if (child == 0) _exit(write(ends[1], &other, sizeof other) > 0 && pause() == 0 ? 0 : 1);
+        if (read(ends[0], &other, sizeof other) != sizeof other) _exit(1);
+        Watchdog dog(0, 2, {.deadline_s = 60, .grace_s = 0.2});
+        dog.begin(operation(dog.add_group("pair", {0, 1}), "weights", 1));
+        dog.watch_processes({this_process(), other});
+        kill(child, SIGKILL);
+        waitpid(child, nullptr, 0);
+        dog.fail("an illegal memory access");
+      },
+      ExitedWithCode(kExitStalled), "rank 1 is gone; here: an illegal memory access(.|\n)*rank 1 did not arrive at barrier \"weights\"");
 }
 
 TEST_F(WatchdogTest, TimeInWhichTheRankItselfWasStoppedDoesNotCount) {
