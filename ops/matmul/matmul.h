@@ -26,7 +26,7 @@
 //     Row contract: codes and scales of a row of x depend on that row alone. NaN and Inf: NaN in x or w gives NaN, Inf in x is 448 * sx.
 //   backward_input: straight-through, the chain above with w de-quantised to bf16 (exact: four significant bits, scales of at least 2^-124).
 //   backward_weight: x as it was stored, before the forward's quantisation.
-// On a GPU with matrix units products of bf16 and E4M3 add in the units' own order, and gradients come from dy rounded to bf16: see matmul_gpu.h and
+// On a GPU with matrix units products of bf16, E4M3 and E2M1 add in the units' own order, and gradients come from dy rounded to bf16: see matmul_gpu.h and
 //   matmul_gpu.cu, which chooses. The row contract holds there as well, forward and dx; everything else has the bits above.
 // Scratch: up to about 1 MiB a thread (f32 copies of blocks), and panels when w brings none; on a GPU codes of x, and on matrix units dy in bf16 and
 //   what is quantised of w de-quantised. Source: textbook; the blocking is told in matmul_cpu.cc. Quantised: V4 release, inference/kernel.py (fp8_gemm, fp4_gemm); V4 spec 3.3.
