@@ -3,13 +3,13 @@
 //   S = q . rows^T, dP = G . rows^T
 //   P = exp(scale S - lse) by the unit's exponential, dl = P (dP - delta) scale, rounded to bf16, to shared memory for both of two warpgroups
 //   dq += dl . rows                    in registers to the end of the list; each warpgroup has half of the channels
-//   window rows: P and dl to scratch;  entries: dl^T . q + P^T . G, the query's share of their gradients, to scratch in f32
+//   dl^T . q + P^T . G                 the query's share of these rows' gradients, to scratch in f32
 // Then the rows' gradients are formed (attention_gpu_sm90_rows.h): deterministic, and the same however many queries scratch holds at a time. More than 32 heads are
-// the rows of the products, 64 at a time (this file); fewer are columns (attention_gpu_sm90_backward_narrow.h).
+// the rows of the products, 64 at a time (this file); fewer are columns, and of window rows P and dl go to scratch (attention_gpu_sm90_backward_narrow.h).
 //
 // Every product is in f32, K ascending in steps of 16. G is rounded to bf16 once, before.
 //
-// Floor: T H n d 10 operations at 989 TFLOP/s; the entries' shares go out and come back, T n d 8 bytes / 4 TB/s.
+// Floor: T H n d 10 operations at 989 TFLOP/s; the shares go out and come back, T n d 8 bytes / 4 TB/s.
 
 #include <algorithm>
 
@@ -33,7 +33,7 @@ struct Shared90 {
   bf16 q[kRows * D], grad[kRows * D], rows[kRows * D];
   bf16 dl[2][kChunk], p[2][kChunk];  // [head][row of the piece], swizzled; pieces alternate
   sm90::Barrier q_full, q_empty, rows_full, rows_empty;
-  int list_size, num_window;  // go with q
+  int list_size;  // goes with q
 };
 
 template <int D>
@@ -47,14 +47,13 @@ GPU_INLINE void feed(Shared90<D>& s, const Problem& p) {
     for (int tile = 0; tile < p.head_tiles; ++tile, q_phase ^= 1) {
       const int head = tile * kRows + mine;
       const Sources<> heads(head < p.heads ? p.q + t * p.q_stride + head * D : zeros());
-      const Sources<> grads(head < p.heads ? p.grad + (static_cast<int64_t>(query) * p.heads + head) * D : zeros());
+      const Sources<> grads(head < p.heads ? p.grad_of(t, head) : zeros());
       s.q_empty.wait(q_phase);
       heads.copy<D / 64>(s.q, 0);
       grads.copy<D / 64>(s.grad, 0);
       arrive_when_copied(s.q_full);
       if (threadIdx.x == 0) {
         s.list_size = n;
-        s.num_window = list.num_window;
         s.q_full.arrive();
       }
       for (int begin = 0; begin < n; begin += kRows, phase ^= 1) {
@@ -90,7 +89,7 @@ GPU_INLINE void attend(Shared90<D>& s, const Problem& p, int half) {
         delta[r] = head < p.heads ? p.terms[t * p.heads + head].delta : 0.0f;
       }
       s.q_full.wait(q_phase);
-      const int n = s.list_size, num_window = s.num_window;
+      const int n = s.list_size;
       for (int begin = 0; begin < n; begin += kRows, phase ^= 1, buffer ^= 1) {
         s.rows_full.wait(phase);
         sm90::publish_stores();
@@ -117,15 +116,8 @@ GPU_INLINE void attend(Shared90<D>& s, const Problem& p, int half) {
 #pragma unroll
         for (int i = 0; i < 16; i += 2) {
           const int head = row + 8 * (i / 2 % 2), unit = half * 4 + i / 4, at = head * 64 + (unit ^ head % 8) * 8 + column;
-          const unsigned weight = sm90::bf16_pair(logit[i], logit[i + 1]), slope = sm90::bf16_pair(dp[i], dp[i + 1]);
-          *reinterpret_cast<unsigned*>(s.p[buffer] + at) = weight;
-          *reinterpret_cast<unsigned*>(s.dl[buffer] + at) = slope;
-          if (begin >= num_window) continue;
-          const unsigned by_row[2] = {sm90::transposed(slope), sm90::transposed(weight)};
-          const int j = begin + half * 32 + i / 4 * 8 + lane / 4, heads = tile * kRows + row - lane / 4 + 8 * (i / 2 % 2) + column;
-#pragma unroll
-          for (int which = 0; which < 2; ++which)
-            if (j < num_window) *reinterpret_cast<unsigned*>(p.weight_of(t, j, which) + heads) = by_row[which];
+          *reinterpret_cast<unsigned*>(s.p[buffer] + at) = sm90::bf16_pair(logit[i], logit[i + 1]);
+          *reinterpret_cast<unsigned*>(s.dl[buffer] + at) = sm90::bf16_pair(dp[i], dp[i + 1]);
         }
         sm90::publish_stores();
         sync_consumers();
@@ -138,8 +130,7 @@ GPU_INLINE void attend(Shared90<D>& s, const Problem& p, int half) {
         sm90::wgmma_wait<0>();
         if (lane == 0) s.rows_empty.arrive();
 
-        if (begin + kRows <= num_window || n <= num_window) continue;
-        float* const shares = p.share_of(t, begin - num_window) + half * kColumns;
+        float* const shares = p.share_of(t, begin) + half * kColumns;
 #pragma unroll 1
         for (int part = 0; part < kColumns / kPart; ++part) {
           float acc[kPart / 2];
@@ -151,7 +142,7 @@ GPU_INLINE void attend(Shared90<D>& s, const Problem& p, int half) {
           for (int k = 0; k < 4; ++k) sm90::MmaBf16<kPart, 1, 1>::run(acc, across_channels(s.p[buffer], k), across_channels(s.grad + chunk, k), 1);
           sm90::wgmma_commit();
           sm90::wgmma_wait<0>();
-          add_shares<kPart>(shares + part * kPart, D, acc, num_window - begin, n - begin, tile == 0);
+          add_shares<kPart>(shares + part * kPart, D, acc, 0, n - begin, tile == 0);
         }
       }
       if (lane == 0) s.q_empty.arrive();
@@ -227,21 +218,27 @@ template <int D>
 void launch(Context& c, const AttentionBackward& v, const AttentionKeys& keys, ConstTensorView sink, const SequenceView& seq, const AttentionShape& shape,
               AttentionSinkTerm* terms, int64_t longest, int64_t scratch_bytes) {
   const auto stream = static_cast<cudaStream_t>(c.stream);
-  const int64_t blocks = multiprocessors(), heads = v.q.dim(1), places = std::min(shape.window, seq.longest), entries = longest - places;
-  const int64_t padded = heads <= 16 ? 16 : heads <= 32 ? 32 : (heads + kRows - 1) / kRows * kRows;
-  const int64_t weight_bytes = places * 2 * padded * static_cast<int64_t>(sizeof(bf16)), share_bytes = entries * D * static_cast<int64_t>(sizeof(float));
-  int64_t range = std::clamp<int64_t>(scratch_bytes / (weight_bytes + share_bytes), 1, seq.num_tokens);
-  if (range > blocks && range < seq.num_tokens) range = range / blocks * blocks;  // no block waits for another's last query
+  const int64_t blocks = multiprocessors(), heads = v.q.dim(1), places = std::min(shape.window, seq.longest), padded = heads <= 16 ? 16 : 32;
+  const bool few = heads <= 32;
+  // Queries whose G and weights are kept, and among them those whose shares are. No block waits for another's last query.
+  const auto fit = [&](int64_t bytes, int64_t a_query, int64_t queries) {
+    const int64_t n = std::clamp<int64_t>(bytes / std::max<int64_t>(a_query, 1), 1, queries);
+    return n > blocks && n < queries ? n / blocks * blocks : n;
+  };
+  const int64_t shared = few ? longest - places : longest, a_share = shared * D * static_cast<int64_t>(sizeof(float));
+  const int64_t a_grad = heads * D * static_cast<int64_t>(sizeof(bf16)), a_weight = few ? places * 2 * padded * static_cast<int64_t>(sizeof(bf16)) : 0;
+  const int64_t kept = few ? fit(scratch_bytes / 2, a_grad + a_weight, seq.num_tokens) : fit(scratch_bytes, a_share, seq.num_tokens);
+  const int64_t range = few ? fit(scratch_bytes / 2, a_share, kept) : kept;
 
   ArenaScope scope(*c.workspace);
-  const auto allocate = [&](int64_t bytes, const char* what) { return c.workspace->allocate(static_cast<size_t>(range * bytes), what); };
+  const auto allocate = [&](int64_t bytes, const char* what) { return bytes == 0 ? nullptr : c.workspace->allocate(static_cast<size_t>(bytes), what); };
   Problem p = {};
   p.keys = key_rows<bf16>(keys, seq, shape);
   p.q = v.q.ptr<bf16>(), p.q_stride = v.q.row_stride;
-  auto* const grad = static_cast<bf16*>(allocate(heads * D * static_cast<int64_t>(sizeof(bf16)), "attention output gradients"));
+  auto* const grad = static_cast<bf16*>(allocate(kept * a_grad, "attention output gradients"));
   p.grad = grad;
-  p.weights = static_cast<bf16*>(allocate(weight_bytes, "attention weights"));
-  if (entries > 0) p.shares = static_cast<float*>(allocate(share_bytes, "attention entry gradients"));
+  p.weights = static_cast<bf16*>(allocate(kept * a_weight, "attention weights"));
+  p.shares = static_cast<float*>(allocate(range * a_share, "attention row gradients"));
   p.dq = v.dq.ptr<float>(), p.dq_stride = v.dq.row_stride;
   p.lse = v.lse.ptr<float>(), p.lse_stride = v.lse.row_stride;
   p.terms = terms;
@@ -249,28 +246,33 @@ void launch(Context& c, const AttentionBackward& v, const AttentionKeys& keys, C
   p.padded = static_cast<int>(padded);
   p.head_tiles = static_cast<int>((heads + kRows - 1) / kRows);
   p.places = static_cast<int>(places);
-  p.entries = static_cast<int>(entries);
+  p.shared = static_cast<int>(shared);
   p.scale = shape.scale, p.scale_log2e = shape.scale * kLog2E;
-  WindowProblem w = {};
-  w.q = p.q, w.q_stride = p.q_stride, w.grad = p.grad, w.weights = p.weights;
-  w.dkv = v.dkv.ptr<float>(), w.dkv_stride = v.dkv.row_stride;
-  w.token_pos = p.keys.seq.token_pos;
-  w.num_tokens = static_cast<int>(seq.num_tokens);
-  w.heads = p.heads, w.padded = p.padded, w.places = p.places, w.window = p.keys.window;
-  for (p.begin = 0; p.begin < seq.num_tokens; p.begin += range) {
-    const int64_t end = std::min(seq.num_tokens, p.begin + range);
-    p.num_items = static_cast<int>(end - p.begin);
-    run(stream, blocks_for(p.num_items * heads, kRowsABlock), kRowThreads, 0, prepare_kernel, grad, terms, v.d_o.ptr<float>(), v.d_o.row_stride, v.o.ptr<bf16>(),
-        v.o.row_stride, p.lse, p.lse_stride, sink.ptr<float>(), p.begin, static_cast<int64_t>(p.num_items), p.heads, D);
-    const int64_t query_blocks = std::min<int64_t>(blocks, p.num_items);
-    if (padded == 16) run_with<attention_backward_narrow_sm90_kernel<D, 16>, NarrowMemory<D, 16>>(stream, query_blocks, p);
-    else if (padded == 32) run_with<attention_backward_narrow_sm90_kernel<D, 32>, NarrowMemory<D, 32>>(stream, query_blocks, p);
-    else run_with<attention_backward_sm90_kernel<D>, Shared90<D>>(stream, query_blocks, p);
-    w.begin = static_cast<int>(p.begin), w.end = static_cast<int>(end);
+  const auto sum = [&](auto kernel, TensorView to, int64_t end) {
+    run(stream, seq.num_tokens, kSumThreads, 0, kernel, to.ptr<float>(), to.row_stride, p.keys, static_cast<const float*>(p.shares), p.shared, !few, p.begin, end);
+  };
+  for (p.kept = 0; p.kept < seq.num_tokens; p.kept += kept) {
+    const int64_t kept_end = std::min(seq.num_tokens, p.kept + kept), num_kept = kept_end - p.kept;
+    run(stream, blocks_for(num_kept * heads, kRowsABlock), kRowThreads, 0, prepare_kernel, grad, terms, v.d_o.ptr<float>(), v.d_o.row_stride, v.o.ptr<bf16>(), v.o.row_stride,
+        p.lse, p.lse_stride, sink.ptr<float>(), p.kept, num_kept, p.heads, D);
+    for (p.begin = p.kept; p.begin < kept_end; p.begin += range) {
+      const int64_t end = std::min(kept_end, p.begin + range);
+      p.num_items = static_cast<int>(end - p.begin);
+      const int64_t query_blocks = std::min<int64_t>(blocks, p.num_items);
+      if (!few) run_with<attention_backward_sm90_kernel<D>, Shared90<D>>(stream, query_blocks, p);
+      else if (padded == 16) run_with<attention_backward_narrow_sm90_kernel<D, 16>, NarrowMemory<D, 16>>(stream, query_blocks, p);
+      else run_with<attention_backward_narrow_sm90_kernel<D, 32>, NarrowMemory<D, 32>>(stream, query_blocks, p);
+      if (!few) sum(sum_shares_kernel<D, false>, v.dkv, end);
+      if (shape.ratio > 0 && seq.longest >= shape.ratio) sum(sum_shares_kernel<D, true>, v.dentries, end);
+    }
+    if (!few) continue;
+    WindowProblem w = {};
+    w.q = p.q, w.q_stride = p.q_stride, w.grad = p.grad, w.weights = p.weights;
+    w.dkv = v.dkv.ptr<float>(), w.dkv_stride = v.dkv.row_stride;
+    w.token_pos = p.keys.seq.token_pos;
+    w.begin = static_cast<int>(p.kept), w.end = static_cast<int>(kept_end), w.num_tokens = static_cast<int>(seq.num_tokens);
+    w.heads = p.heads, w.padded = p.padded, w.places = p.places, w.window = p.keys.window;
     run_with<window_gradient_sm90_kernel<D>, WindowMemory<D>>(stream, blocks_for(seq.num_tokens, kRows), w);
-    if (entries > 0)
-      run(stream, seq.num_tokens, kSumThreads, 0, sum_shares_kernel<D>, v.dentries.ptr<float>(), v.dentries.row_stride, p.keys, static_cast<const float*>(p.shares), p.entries,
-          p.begin, end);
   }
 }
 

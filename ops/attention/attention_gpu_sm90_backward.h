@@ -1,6 +1,6 @@
 #pragma once
-// The backward kernels' block: what it is given, and how it leaves what the rows' gradients are made of. A window row's: P and dl of each query and head, from which
-// attention_gpu_sm90_rows.h multiplies. An entry's: the query's share, dl^T . q + P^T . G in f32, to be added up there; an entry's readers are anywhere.
+// What the backward kernels are given, and how they leave what the rows' gradients are made of. Of each query and row of its list, a share: dl^T . q + P^T . G in f32.
+// With few heads, a window row's dl and P are less than its share and are left instead; attention_gpu_sm90_rows.h multiplies them.
 
 #include "ops/attention/attention_gpu_sm90_tiles.h"
 #include "ops/fixed_math.h"
@@ -9,19 +9,20 @@ namespace lockstep::gpu::sm90_attention::backward {
 
 struct Problem {
   KeyRows<bf16> keys;
-  const bf16 *q, *grad;  // grad [queries of the range, heads, D]
-  bf16* weights;         // [queries of the range, places, 2, padded]: dl, then P, of the list's window rows; zeros for heads beyond the last
-  float *dq, *shares;    // shares [queries of the range, entries, D]
+  const bf16 *q, *grad;  // grad [queries from kept on, heads, D]
+  bf16* weights;         // [queries from kept on, places, 2, padded]: dl, then P, of the list's window rows; zeros for heads beyond the last. Few heads only
+  float *dq, *shares;    // shares [queries from begin on, shared, D], of all rows, or, of few heads, of the entries
   const float* lse;
   const AttentionSinkTerm* terms;
-  int64_t q_stride, dq_stride, lse_stride, begin;
-  int heads, padded, head_tiles, places, entries, num_items;  // items: queries of the range
+  int64_t q_stride, dq_stride, lse_stride, kept, begin;
+  int heads, padded, head_tiles, places, shared, num_items;  // items: queries
   float scale, scale_log2e;
   GPU_INLINE int64_t query(int item) const { return begin + item; }
   GPU_INLINE int tile(int) const { return 0; }
   // Of row j of query t's list; `which` 0: dl, 1: P.
-  GPU_INLINE bf16* weight_of(int64_t t, int j, int which) const { return weights + ((static_cast<int64_t>(t - begin) * places + j) * 2 + which) * padded; }
-  GPU_INLINE float* share_of(int64_t t, int entry) const { return shares + (static_cast<int64_t>(t - begin) * entries + entry) * keys.width; }
+  GPU_INLINE bf16* weight_of(int64_t t, int j, int which) const { return weights + (((t - kept) * places + j) * 2 + which) * padded; }
+  GPU_INLINE const bf16* grad_of(int64_t t, int head) const { return grad + ((t - kept) * heads + head) * keys.width; }
+  GPU_INLINE float* share_of(int64_t t, int row) const { return shares + ((t - begin) * shared + row) * keys.width; }
 };
 
 constexpr float kLog2E = 1.44269504088896341f;

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_narrow_sm90_ke
     feed<D>(s, p, [&](int64_t t, int, const List<bf16>& list) {
       const int head = Sources<N>::mine();
       Sources<N>(head < p.heads ? p.q + t * p.q_stride + head * D : zeros()).template copy<D / 64>(s.q, 0);
-      Sources<N>(head < p.heads ? p.grad + ((t - p.begin) * p.heads + head) * D : zeros()).template copy<D / 64>(s.grad, 0);
+      Sources<N>(head < p.heads ? p.grad_of(t, head) : zeros()).template copy<D / 64>(s.grad, 0);
       if (threadIdx.x == 0) s.num_window = list.num_window;
     });
   } else if (group == 1) {

@@ -1,9 +1,8 @@
 #pragma once
-// The gradients of the rows, in f32, each one chain over its queries in ascending order, the same however many of them a launch brings.
-//   Window rows are read by the queries beside them. A block takes 64 rows of the call and 64 channels times the two halves of its multiplying warpgroups: every query's
-//   dl^T . q and P^T . G, with dl and P as the query's block left them; 64 steps of (query, dl or P, head) are a stage in shared memory.
-//   Entries are read by queries anywhere: the shares that those left are added up.
-// Floor of the first: T w H d 4 operations and, as queries lie beside rows, (1 + (w - 1) / 64) T H d 4 bytes from the cache.
+// The gradients of the rows, in f32, each one chain over its queries in ascending order, the same however many of them a launch brings: the sums of the shares that the
+// queries' blocks left, and, of few heads, the products of the window rows, which are read by the queries beside them. There a block takes 64 rows of the call and every
+// query's dl^T . q and P^T . G, with dl and P as its block left them; 64 steps of (query, dl or P, head) are a stage in shared memory.
+// Floors: a share is read once; the products read (1 + (w - 1) / 64) T H d 4 bytes of q and G.
 
 #include "core/gpu_check.h"
 #include "ops/attention/attention_gpu_sm90_walk.h"
@@ -115,32 +114,42 @@ __global__ void __launch_bounds__(kThreads, 1) window_gradient_sm90_kernel(const
 constexpr int kSumThreads = 128, kSumWarps = kSumThreads / 32;
 constexpr int kLookups = 4;  // queries that a thread looks up at once: a search is a chain of loads
 
-// One row a block, whose token is the last of an entry, or nothing to do: the entry's shares over the queries [begin, end) that read it, in order.
-template <int D>
-__global__ void __launch_bounds__(kSumThreads, 4) sum_shares_kernel(float* grad, int64_t grad_stride, KeyRows<bf16> keys, const float* shares, int entries, int64_t begin,
+// One row a block: its shares over the queries [begin, end) that read it, in order. kEntries: the entry whose last token is the block's row, if there is one.
+// all: a query has shares of its whole list, not of the entries alone.
+template <int D, bool kEntries>
+__global__ void __launch_bounds__(kSumThreads, 4) sum_shares_kernel(float* grad, int64_t grad_stride, KeyRows<bf16> keys, const float* shares, int shared, bool all, int64_t begin,
                                                                  int64_t end) {
   __shared__ int places[kLookups * kSumThreads], counts[kLookups * kSumWarps];
   const int64_t first = block_x();
   const SequenceArrays& seq = keys.seq;
   const int s = seq.token_seq[first], position = seq.token_pos[first], thread = thread_x();
-  if ((position + 1) % keys.ratio != 0) return;
-  const int64_t last = seq.seq_row[s + 1];
-  const int entry = (position + 1) / keys.ratio - 1;
+  int64_t last = seq.seq_row[s + 1], row = first;
+  int entry = 0;
+  if constexpr (kEntries) {
+    if ((position + 1) % keys.ratio != 0) return;
+    entry = (position + 1) / keys.ratio - 1;
+    row = entry_row(seq, keys.per_page, s, entry);
+  } else if (first + keys.window < last) {
+    last = first + keys.window;
+  }
   if (first >= end || last <= begin) return;
   const int64_t from = first < begin ? begin : first, to = last > end ? end : last;
   const int column = thread * 4;
-  float* const out = grad + entry_row(seq, keys.per_page, s, entry) * grad_stride + column;
+  float* const out = grad + row * grad_stride + column;
   float4 acc = make_float4(0, 0, 0, 0);
-  if (column < D) acc = *reinterpret_cast<const float4*>(out);
+  if (column < D && (kEntries || first < begin)) acc = *reinterpret_cast<const float4*>(out);
   for (int64_t batch = from; batch < to; batch += kLookups * kSumThreads) {
-    // Where the entry stands among those of each query's list, or -1. Indices ascend, so entry e is not behind place e; what is past a list's end is negative.
+    // Where the row stands in each query's list, or -1. Indices ascend, so entry e is not behind place e; what is past a list's end is negative.
     int at[kLookups];
 #pragma unroll
     for (int l = 0; l < kLookups; ++l) {
       const int64_t t = batch + l * kSumThreads + thread;
-      at[l] = t < to ? entry : -1;
+      at[l] = -1;
+      if (t >= to) continue;
+      const int num_window = min(seq.token_pos[t] + 1, keys.window);
+      at[l] = kEntries ? (all ? num_window : 0) + entry : num_window - 1 - static_cast<int>(t - first);
     }
-    if (keys.selected != nullptr) {
+    if (kEntries && keys.selected != nullptr) {
       int low[kLookups] = {}, high[kLookups];
       const int32_t* chosen[kLookups];
 #pragma unroll
@@ -163,7 +172,7 @@ __global__ void __launch_bounds__(kSumThreads, 4) sum_shares_kernel(float* grad,
 #pragma unroll
       for (int l = 0; l < kLookups; ++l) {
         const bool found = at[l] >= 0 && low[l] < keys.num_selected && chosen[l][low[l]] == entry;
-        at[l] = found ? low[l] : -1;
+        at[l] = found ? at[l] - entry + low[l] : -1;
       }
     }
     // Those of the queries that read it, in order.
@@ -181,7 +190,7 @@ __global__ void __launch_bounds__(kSumThreads, 4) sum_shares_kernel(float* grad,
 #pragma unroll
       for (int w = 0; w < kSumWarps; ++w) {
         if (w == thread / 32 && at[l] >= 0)
-          places[count + __popc(reads[l] & ((1u << thread % 32) - 1))] = static_cast<int>(batch + l * kSumThreads + thread - begin) * entries + at[l];
+          places[count + __popc(reads[l] & ((1u << thread % 32) - 1))] = static_cast<int>(batch + l * kSumThreads + thread - begin) * shared + at[l];
         count += counts[l * kSumWarps + w];
       }
     }
