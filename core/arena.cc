@@ -23,7 +23,8 @@ void forbid(const char*, size_t) {}
 void permit(const char*, size_t) {}
 #endif
 
-// Reserves are too large to be forbidden whole: of what was never in use, this much after the high mark is.
+// Reserves are too large to be forbidden whole: of what was never in use, this much after the high mark is. Device memory that is not committed cannot be
+// touched anyway.
 constexpr size_t kForbiddenAhead = size_t{1} << 16;
 
 }  // namespace
@@ -33,8 +34,10 @@ Arena::Arena(std::string name, size_t reserve_bytes, Device device) : name_(std:
   if (reserve_ == 0) reserve_ = 4096;
   if (device_ == Device::gpu) {
     base_ = static_cast<char*>(device_memory::reserve(reserve_));
+    guarded_ = kAddressSanitizer && device_info().emulated;
     return;
   }
+  guarded_ = kAddressSanitizer;
   void* p = mmap(nullptr, reserve_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   CHECK(p != MAP_FAILED, "arena {}: cannot reserve {} bytes of address space", name_, reserve_);
   base_ = static_cast<char*>(p);
@@ -44,6 +47,7 @@ Arena::Arena(std::string name, size_t reserve_bytes, Device device) : name_(std:
 Arena::~Arena() {
   if (device_ == Device::gpu) {
     CHECK(!capturing(), "arena {} is released while a graph is captured", name_);
+    if (guarded_) permit(base_, high_);
     device_memory::release(base_, reserve_);
   } else {
     permit(base_, std::min(high_ + kForbiddenAhead, reserve_));
@@ -64,11 +68,11 @@ void* Arena::allocate(size_t bytes, std::string_view name) {
       device_memory::commit(base_, used_);
     }
     high_ = used_;
-    if (device_ == Device::cpu) forbid(p, std::min(high_ + kForbiddenAhead, reserve_) - begin);
+    if (guarded_) forbid(p, device_ == Device::gpu ? used_ - begin : std::min(high_ + kForbiddenAhead, reserve_) - begin);
   }
-  if (device_ == Device::gpu) return p;
+  if (!guarded_) return p;
   permit(p, bytes);
-  if constexpr (kAddressSanitizer) std::memset(p, 0xff, bytes);
+  if (device_ == Device::cpu) std::memset(p, 0xff, bytes);
   return p;
 }
 
@@ -85,7 +89,7 @@ TensorView Arena::zeros(DType dtype, Shape shape, std::string_view name) {
 
 void Arena::release(size_t mark) {
   CHECK(mark <= used_, "arena {}: mark {} lies above {} in use", name_, mark, used_);
-  if (device_ == Device::cpu) forbid(base_ + mark, used_ - mark);
+  if (guarded_) forbid(base_ + mark, used_ - mark);
   used_ = mark;
 }
 

@@ -8,7 +8,8 @@
 // Not thread-safe: one owner allocates, ops never do so from inside a parallel loop.
 //
 // Under the address sanitizer every piece is followed by a guard, what is not allocated may not be touched, and a new piece is filled
-// with 0xff bytes, which are NaN or -1 in every dtype that has one: a read of what nobody wrote shows in the result.
+// with 0xff bytes, which are NaN or -1 in every dtype that has one: a read of what nobody wrote shows in the result. Pieces of the executor's device memory
+// are guarded alike; they are filled when they are first committed.
 
 #include <cstddef>
 #include <string>
@@ -66,6 +67,7 @@ class Arena {
   size_t used_ = 0;
   size_t high_ = 0;
   bool sealed_ = false;
+  bool guarded_ = false;  // by the address sanitizer
 };
 
 // Releases what was taken from the arena during its own life.

@@ -194,5 +194,15 @@ TEST(SimtFindings, AnAccessBeyondTheEnd) {
   EXPECT_TRUE(found(f, "offset 32 of 32 bytes"));
 }
 
+TEST(SimtDeath, TheAddressSanitizerGuardsDeviceMemory) {
+  if (!kAddressSanitizer) GTEST_SKIP() << "not a build under the address sanitizer";
+  Arena arena("test", 1 << 20, Device::gpu);
+  float* const five = arena.tensor(DType::f32, {5}, "five").ptr<float>();
+  const simt::DeviceAccess access;
+  const auto write = [&](int i) { launch({.kernel = "beyond", .block = {1}}, [=] { five[i] = 1; }); };
+  write(4);
+  EXPECT_DEATH(write(5), "use-after-poison");
+}
+
 }  // namespace
 }  // namespace lockstep
