@@ -2,6 +2,8 @@
 // How elementwise kernels walk a matrix: a thread takes kPiece consecutive elements of one row, in 16-byte loads and stores where every row of every operand
 // begins at a multiple of 16 bytes.
 
+#include <bit>
+
 #include "core/dtype.h"
 #include "core/gpu.h"
 #include "core/tensor.h"
@@ -32,28 +34,42 @@ inline Grid grid_of_pieces(int64_t rows, int64_t n) {
   return {.blocks = blocks_for(rows * blocks_for(n, kPiece), kElementThreads), .threads = kElementThreads};
 }
 
+// Of several tensors that one launch works on, in ascending first_block: the one that a block belongs to. (Those without blocks share the next one's first.)
+template <typename Item>
+GPU_INLINE int item_of_block(const Item* items, int num_items, int block) {
+  int begin = 0, end = num_items;
+  while (end - begin > 1) {
+    const int middle = (begin + end) / 2;
+    if (items[middle].first_block <= block) begin = middle;
+    else end = middle;
+  }
+  return begin;
+}
+
 // A piece in registers; what is past its count is zero.
 template <typename T>
 struct Elements {
   T v[kPiece];
 };
+// Words leave the branch as they came: were they taken apart inside, each of several loads would be waited for before the next.
 template <typename T>
 GPU_INLINE Elements<T> load(const T* from, int count, bool aligned) {
-  constexpr int kWords = kPiece * sizeof(T) >= 16 ? 16 / static_cast<int>(sizeof(T)) : kPiece;
-  Elements<T> e = {};
+  using Word = Vector<uint32_t, sizeof(Elements<T>) < 16 ? sizeof(Elements<T>) / 4 : 4>;
+  struct Words {
+    Word v[sizeof(Elements<T>) / sizeof(Word)];
+  };
+  Words words = {};
   if (aligned && count == kPiece) {
 #pragma unroll
-    for (int i = 0; i < kPiece; i += kWords) {
-      const auto part = *reinterpret_cast<const Vector<T, kWords>*>(from + i);
-#pragma unroll
-      for (int k = 0; k < kWords; ++k) e.v[i + k] = part.v[k];
-    }
+    for (size_t i = 0; i < sizeof(words) / sizeof(Word); ++i) words.v[i] = reinterpret_cast<const Word*>(from)[i];
   } else {
+    Elements<T> e = {};
 #pragma unroll
     for (int i = 0; i < kPiece; ++i)
       if (i < count) e.v[i] = from[i];
+    words = std::bit_cast<Words>(e);
   }
-  return e;
+  return std::bit_cast<Elements<T>>(words);
 }
 template <typename T>
 GPU_INLINE void store(T* to, const Elements<T>& e, int count, bool aligned) {

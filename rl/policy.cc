@@ -3,9 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
-#include <cstring>
 #include <filesystem>
 #include <thread>
 
@@ -13,6 +11,7 @@
 #include "io/run_dir.h"
 #include "model/checkpoint_io.h"
 #include "model/state.h"
+#include "ops/checksum/checksum.h"
 #include "rl/checkpoint.h"
 #include "train/optimizer.h"
 
@@ -278,43 +277,34 @@ Policy::WeightsSum Policy::weights_sum() {
   const Coordinates at = ranks_ == nullptr ? Coordinates() : ranks_->train->at();
   const int replica = ranks_ == nullptr ? 0 : ranks_->train->grid.ep_block(ranks_->train->rank);
   const Numerics numerics = weights_->numerics();
-  WeightsSum sum;
-  // Every stored element with its place in the whole tensor, mixed, so that the order of adding does not matter.
-  const auto add = [&](ConstTensorView m, uint64_t name, int64_t first_row, int64_t first_column) {
-    std::atomic<uint64_t> total = 0;
-    const size_t bytes = dtype_bytes(m.dtype);
-    parallel_for(context(), m.rows(), 4 * m.dim(1), [&](int64_t begin, int64_t end, int) {
-      uint64_t part = 0;
-      for (int64_t r = begin; r < end; ++r) {
-        const char* element = static_cast<const char*>(m.data) + static_cast<size_t>(r * m.row_stride) * bytes;
-        const uint64_t row = name + static_cast<uint64_t>(first_row + r) * 0x9e3779b97f4a7c15u;
-        for (int64_t k = 0; k < m.dim(1); ++k, element += bytes) {
-          uint64_t x = 0;
-          std::memcpy(&x, element, bytes);
-          x = (x + (row + static_cast<uint64_t>(first_column + k)) * 0xd6e8feb86659fd93u) * 0xbf58476d1ce4e5b9u;
-          part += (x ^ x >> 29) * 0x94d049bb133111ebu;
-        }
-      }
-      total += part;
-    });
-    return total.load();
-  };
+  std::vector<ChecksumItem> items;
+  std::vector<bool> counts;
   for (const TensorSpec& t : weights_->table()) {
-    // One rank of those that hold a number counts it.
-    const bool counts = t.cut == Cut::experts ? replica == 0 && at.tp == 0 : at.dp == 0 && (t.cut != Cut::none || at.tp == 0);
     if (!t.held()) continue;
+    // One rank of those that hold a number counts it.
+    const bool counted = t.cut == Cut::experts ? replica == 0 && at.tp == 0 : at.dp == 0 && (t.cut != Cut::none || at.tp == 0);
+    const auto add = [&](ConstTensorView v, uint64_t key, int64_t first_row, int64_t first_column) {
+      items.push_back({.rows = v, .key = key, .first_row = first_row, .first_byte = first_column * static_cast<int64_t>(dtype_bytes(v.dtype))});
+      counts.push_back(counted);
+    };
     const WeightView& w = weights_->view(t.id);
-    const ArenaScope host_scope(*context().host);
-    const ConstTensorView rows = matrix_view(on_host(context(), w.rows));
-    const auto name = static_cast<uint64_t>(t.id) << 32;
+    const ConstTensorView rows = matrix_view(w.rows);
+    const auto key = static_cast<uint64_t>(t.id) << 32;
     // Two numbers of fp4 are one element.
-    uint64_t of_tensor = add(rows, name, t.box.rows.begin, t.box.columns.begin * rows.dim(1) / t.box.columns.size());
-    if (w.quantized()) {
-      const BlockGrid row_grid = t.row_grid(numerics), col_grid = t.col_grid(numerics);
-      of_tensor += add(matrix_view(on_host(context(), w.scales)), ~name, row_grid.blocks_in(t.box.rows.begin), col_grid.blocks_in(t.box.columns.begin));
-    }
-    sum.held += of_tensor;
-    if (counts) sum.share += of_tensor;
+    add(rows, key, t.box.rows.begin, t.box.columns.begin * rows.dim(1) / t.box.columns.size());
+    if (!w.quantized()) continue;
+    const BlockGrid row_grid = t.row_grid(numerics), col_grid = t.col_grid(numerics);
+    add(matrix_view(w.scales), ~key, row_grid.blocks_in(t.box.rows.begin), col_grid.blocks_in(t.box.columns.begin));
+  }
+  Context& c = context();
+  const ArenaScope scope(*c.workspace), host_scope(*c.host);
+  const TensorView sums = c.workspace->tensor(DType::i64, {static_cast<int64_t>(items.size())}, "weights sums");
+  checksum(c, sums, items);
+  const auto* of_item = on_host(c, sums).ptr<int64_t>();
+  WeightsSum sum;
+  for (size_t i = 0; i < items.size(); ++i) {
+    sum.held += static_cast<uint64_t>(of_item[i]);
+    if (counts[i]) sum.share += static_cast<uint64_t>(of_item[i]);
   }
   return sum;
 }
