@@ -89,7 +89,8 @@ void Optimizer::set_counters(int64_t steps_applied, int64_t skipped_in_a_row) {
 }
 
 double Optimizer::squares(Context& c, const TensorView& gradient) const {
-  sum_squares(c, square_, gradient);
+  const ConstTensorView one = gradient;
+  sum_squares(c, square_, {&one, 1});
   double sum = 0;
   download(c, TensorView(&sum, DType::f64, {1}), square_);
   return sum;
@@ -98,11 +99,13 @@ double Optimizer::squares(Context& c, const TensorView& gradient) const {
 double Optimizer::global_norm(Context& c) const {
   // Each piece's sum has its own place, so that a GPU is waited for once.
   const ArenaScope scope(*c.workspace), host_scope(*c.host);
-  const TensorView sums = c.workspace->tensor(DType::f64, {static_cast<int64_t>(owned_.size())}, "sums of squares");
-  int64_t n = 0;
+  std::vector<ConstTensorView> gradients;
   for (const Owned& o : owned_)
-    if (partition_.counts(table_[static_cast<size_t>(o.piece.id)])) sum_squares(c, sums.slice(n++, 1), o.gradient);
-  const ConstTensorView found = on_host(c, sums.slice(0, n));
+    if (partition_.counts(table_[static_cast<size_t>(o.piece.id)])) gradients.push_back(o.gradient);
+  const auto n = static_cast<int64_t>(gradients.size());
+  const TensorView sums = c.workspace->tensor(DType::f64, {n}, "sums of squares");
+  sum_squares(c, sums, gradients);
+  const ConstTensorView found = on_host(c, sums);
   double sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += found.ptr<double>()[i];
   Context host = c.on_host();

@@ -46,20 +46,26 @@ void adamw(Context& c, TensorView w, TensorView m, TensorView v, ConstTensorView
   });
 }
 
-void sum_squares(Context& c, TensorView out, ConstTensorView grad) {
-  check_elements("sum_squares", "grad", grad, grad.shape);
-  check_scalar("sum_squares", out, DType::f64);
-  if (c.on_gpu()) return device::sum_squares(c, out, grad);
-  const int64_t n = grad.shape.elements(), blocks = (n + kSumSquaresBlock - 1) / kSumSquaresBlock;
-  ArenaScope scope(*c.workspace);
-  double* block_sum = c.workspace->tensor(DType::f64, {blocks}, "sum_squares blocks").ptr<double>();
-  const float* gp = grad.ptr<float>();
-  for_each_block(c, n, 1, [&](int64_t at, int64_t count, int64_t block, int) {
-    block_sum[block] = simd::sum_squares_block(gp + at, count);
-  });
-  double sum = 0.0;
-  for (int64_t b = 0; b < blocks; ++b) sum += block_sum[b];
-  *out.ptr<double>() = sum;
+void sum_squares(Context& c, TensorView out, std::span<const ConstTensorView> grads) {
+  const auto tensors = static_cast<int64_t>(grads.size());
+  for (const ConstTensorView& grad : grads) check_elements("sum_squares", "grad", grad, grad.shape);
+  CHECK(out.dtype == DType::f64 && out.shape == Shape{tensors} && out.contiguous(), "sum_squares: out is {} {}, wanted f64 [{}]", dtype_name(out.dtype),
+        out.shape.str(), tensors);
+  if (tensors == 0) return;
+  if (c.on_gpu()) return device::sum_squares(c, out, grads);
+  for (int64_t i = 0; i < tensors; ++i) {
+    const ConstTensorView grad = grads[static_cast<size_t>(i)];
+    const int64_t n = grad.shape.elements(), blocks = (n + kSumSquaresBlock - 1) / kSumSquaresBlock;
+    ArenaScope scope(*c.workspace);
+    double* block_sum = c.workspace->tensor(DType::f64, {blocks}, "sum_squares blocks").ptr<double>();
+    const float* gp = grad.ptr<float>();
+    for_each_block(c, n, 1, [&](int64_t at, int64_t count, int64_t block, int) {
+      block_sum[block] = simd::sum_squares_block(gp + at, count);
+    });
+    double sum = 0.0;
+    for (int64_t b = 0; b < blocks; ++b) sum += block_sum[b];
+    out.ptr<double>()[i] = sum;
+  }
 }
 
 void all_finite(Context& c, TensorView out, ConstTensorView x) {

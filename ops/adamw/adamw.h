@@ -4,13 +4,15 @@
 //   w = w - lr * weight_decay * w - lr * (m / bias1) / (sqrt(v / bias2) + eps),   bias_i = 1 - b_i^step
 //   w, m, v, grad [N] f32 (any shape, contiguous). Elementwise: bits do not depend on threads or vector width.
 //   Every operation is rounded to f32, left to right as written; none is fused. 1 - b and lr * weight_decay are taken once.
-// sum_squares: *out (f64, one element) = sum of grad^2: blocks of 4096 elements by the 16-lane tree in f32 products widened to
-//   f64 sums, blocks added in ascending order. Deterministic. A non-finite element makes the sum non-finite; so does |grad| over
-//   1.8e19.
+// sum_squares: out[i] (f64, one for each of the tensors) = sum of grads[i]^2: blocks of 4096 elements by the 16-lane tree in f32 products
+//   widened to f64 sums, blocks added in ascending order. Deterministic. A non-finite element makes the sum non-finite; so does |grad|
+//   over 1.8e19.
 // all_finite: *out (i32, one element) = 1 when every element is finite, else 0.
-// Scratch: sum_squares N / 4096 f64, all_finite one i32 a worker of the CPU. Cost: bound by memory, 28 bytes an element for the step, 4 for
+// Scratch: sum_squares N / 4096 f64 over all tensors, all_finite one i32 a worker of the CPU. Cost: bound by memory, 28 bytes an element for the step, 4 for
 //   the others.
 // Source: Loshchilov and Hutter 2019; rl spec 18.1, 18.4.
+
+#include <span>
 
 #include "core/context.h"
 
@@ -25,7 +27,7 @@ struct AdamWStep {
 };
 
 void adamw(Context& c, TensorView w, TensorView m, TensorView v, ConstTensorView grad, const AdamWStep& step);
-void sum_squares(Context& c, TensorView out, ConstTensorView grad);
+void sum_squares(Context& c, TensorView out, std::span<const ConstTensorView> grads);
 void all_finite(Context& c, TensorView out, ConstTensorView x);
 
 }  // namespace lockstep

@@ -20,7 +20,7 @@ bool all_finite_range(const float* x, int64_t n);
 
 namespace device {
 void adamw(Context& c, TensorView w, TensorView m, TensorView v, ConstTensorView grad, const AdamWStep& step);
-void sum_squares(Context& c, TensorView out, ConstTensorView grad);
+void sum_squares(Context& c, TensorView out, std::span<const ConstTensorView> grads);
 void all_finite(Context& c, TensorView out, ConstTensorView x);
 }  // namespace device
 

@@ -1,8 +1,11 @@
 // Bound by memory: 28 bytes an element for the step, 4 for the others. Floor: bytes / 4 TB/s.
 //
-// sum_squares: 16 threads take a block of kSumSquaresBlock, thread l the tree's virtual lane l in f64; then one block adds the blocks' sums in order, its
-// other waves fetching tiles for the thread that adds (a chain of N / 4096 f64 additions of 8 cycles: 1.1 ms at N = 1e9, where reading the elements takes 1 ms).
+// sum_squares: 16 threads take a block of kSumSquaresBlock of a tensor, thread l the tree's virtual lane l in f64, all tensors in one launch; then a block of
+// threads a tensor adds its blocks' sums in order, other waves fetching tiles for the thread that adds (a chain of N / 4096 f64 additions of 8 cycles).
 
+#include <vector>
+
+#include "core/device.h"
 #include "ops/adamw/adamw_cpu.h"
 #include "ops/chain_gpu.h"
 #include "ops/elements_gpu.h"
@@ -40,17 +43,29 @@ GPU_KERNEL adamw_kernel(float* w, float* m, float* v, const float* grad, Constan
 
 inline constexpr int kSumThreads = 256, kSumTile = 512;
 
-GPU_KERNEL square_blocks_kernel(double* sums, const float* grad, int64_t n) {
-  const int64_t block = (static_cast<int64_t>(block_x()) * kSumThreads + thread_x()) / kTreeLanes, begin = block * kSumSquaresBlock;
-  const int64_t end = begin + kSumSquaresBlock < n ? begin + kSumSquaresBlock : n;
+// A tensor, the thread block that begins it, and where its blocks' sums begin.
+struct Gradient {
+  const float* data;
+  int64_t n, first_sum;
+  int first_block;
+};
+constexpr int kBlocksABlock = kSumThreads / kTreeLanes;
+
+GPU_KERNEL square_blocks_kernel(double* sums, const Gradient* gradients, int num_gradients) {
+  const Gradient g = gradients[item_of_block(gradients, num_gradients, block_x())];
+  const int64_t block = static_cast<int64_t>(block_x() - g.first_block) * kBlocksABlock + thread_x() / kTreeLanes, begin = block * kSumSquaresBlock;
+  const int64_t end = begin + kSumSquaresBlock < g.n ? begin + kSumSquaresBlock : g.n;
   double sum = 0;
 #pragma unroll 32
-  for (int64_t i = begin + thread_x() % kTreeLanes; i < end; i += kTreeLanes) sum = sum + static_cast<double>(grad[i] * grad[i]);
+  for (int64_t i = begin + thread_x() % kTreeLanes; i < end; i += kTreeLanes) sum = sum + static_cast<double>(g.data[i] * g.data[i]);
   for (int width = kTreeLanes / 2; width >= 1; width /= 2) sum = sum + shuffle_xor(sum, width);
-  if (begin < n && thread_x() % kTreeLanes == 0) sums[block] = sum;
+  if (begin < g.n && thread_x() % kTreeLanes == 0) sums[g.first_sum + block] = sum;
 }
 
-GPU_KERNEL sum_in_order_kernel(double* out, const double* sums, int64_t blocks) {
+GPU_KERNEL sum_in_order_kernel(double* out, const double* all_sums, const Gradient* gradients) {
+  const Gradient g = gradients[block_x()];
+  const double* const sums = all_sums + g.first_sum;
+  const int64_t blocks = (g.n + kSumSquaresBlock - 1) / kSumSquaresBlock;
   const auto tiles = SharedMemory().take<double>(2 * kSumTile);
   const int64_t num_tiles = (blocks + kSumTile - 1) / kSumTile;
   const auto count = [&](int64_t tile) { return blocks - tile * kSumTile < kSumTile ? static_cast<int>(blocks - tile * kSumTile) : kSumTile; };
@@ -65,7 +80,7 @@ GPU_KERNEL sum_in_order_kernel(double* out, const double* sums, int64_t blocks) 
     }
     sync_block();
   }
-  if (thread_x() == 0) *out = sum;
+  if (thread_x() == 0) out[block_x()] = sum;
 }
 
 GPU_KERNEL set_kernel(int32_t* out, int32_t value) { *out = value; }
@@ -89,14 +104,23 @@ void adamw(Context& c, TensorView w, TensorView m, TensorView v, ConstTensorView
          Constants{step, 1.0f - step.beta1, 1.0f - step.beta2, step.lr * step.weight_decay}, aligned, n);
 }
 
-void sum_squares(Context& c, TensorView out, ConstTensorView grad) {
-  const int64_t n = grad.shape.elements(), blocks = blocks_for(n, kSumSquaresBlock);
+void sum_squares(Context& c, TensorView out, std::span<const ConstTensorView> grads) {
+  std::vector<Gradient> host;
+  int64_t first_sum = 0, thread_blocks = 0;
+  for (const ConstTensorView& grad : grads) {
+    const int64_t n = grad.shape.elements(), blocks = blocks_for(n, kSumSquaresBlock);
+    host.push_back({.data = grad.ptr<float>(), .n = n, .first_sum = first_sum, .first_block = static_cast<int>(thread_blocks)});
+    first_sum += blocks;
+    thread_blocks += blocks_for(blocks, kBlocksABlock);
+  }
   ArenaScope scope(*c.workspace);
-  double* sums = c.workspace->tensor(DType::f64, {blocks}, "sum_squares blocks").ptr<double>();
-  launch(c, "square_blocks", {.blocks = blocks_for(blocks * kTreeLanes, kSumThreads), .threads = kSumThreads}, square_blocks_kernel, sums, grad.ptr<float>(),
-         n);
-  launch(c, "sum_in_order", {.blocks = 1, .threads = kWave + kSumThreads, .shared_bytes = 2 * kSumTile * sizeof(double)}, sum_in_order_kernel, out.ptr<double>(), sums,
-         blocks);
+  const auto gradients = static_cast<Gradient*>(c.workspace->allocate(host.size() * sizeof(Gradient), "sum_squares tensors"));
+  double* sums = c.workspace->tensor(DType::f64, {first_sum}, "sum_squares blocks").ptr<double>();
+  upload_bytes(c, gradients, host.data(), host.size() * sizeof(Gradient));
+  const int n = static_cast<int>(grads.size());
+  launch(c, "square_blocks", {.blocks = thread_blocks, .threads = kSumThreads}, square_blocks_kernel, sums, gradients, n);
+  launch(c, "sum_in_order", {.blocks = n, .threads = kWave + kSumThreads, .shared_bytes = 2 * kSumTile * sizeof(double)}, sum_in_order_kernel,
+         out.ptr<double>(), sums, gradients);
 }
 
 void all_finite(Context& c, TensorView out, ConstTensorView x) {

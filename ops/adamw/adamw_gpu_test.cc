@@ -43,8 +43,9 @@ TEST(AdamWGpu, SumsHaveTheCpusBits) {
   for (const int64_t n : {0, 1, 15, 17, 4095, 4096, 4097, 70001, 4096 * 513 + 5}) {
     const Tensor grad = random_tensor(1, DType::f32, {n}, 3.0f), sum(DType::f64, {1}), finite(DType::i32, {1});
     const TensorView ggrad = gpu.put(grad), gsum = gpu.make(DType::f64, {1}), gfinite = gpu.make(DType::i32, {1});
-    sum_squares(gpu, gsum, ggrad);
-    sum_squares(cpu, sum, grad);
+    const ConstTensorView on_gpu[] = {ggrad}, on_cpu[] = {grad};
+    sum_squares(gpu, gsum, on_gpu);
+    sum_squares(cpu, sum, on_cpu);
     EXPECT_EQ(count_bit_differences(gpu.get(gsum), sum), 0) << n;
     if (n > 100000) continue;
     all_finite(gpu, gfinite, ggrad);
@@ -60,6 +61,25 @@ TEST(AdamWGpu, SumsHaveTheCpusBits) {
       grad.ptr<float>()[at] = kept;
     }
   }
+}
+
+TEST(AdamWGpu, SumsOfManyTensorsHaveTheCpusBits) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  const Tensor all = random_tensor(1, DType::f32, {200000}, 3.0f);
+  const TensorView on_gpu = gpu.put(all);
+  std::vector<ConstTensorView> parts, gpu_parts;
+  int64_t at = 0;
+  for (const int64_t n : {5, 0, 4096, 70001, 0, 65537, 1, 40000}) {
+    parts.push_back(all.view().slice(at, n));
+    gpu_parts.push_back(on_gpu.slice(at, n));
+    at += n;
+  }
+  const Tensor sums(DType::f64, {static_cast<int64_t>(parts.size())});
+  const TensorView gsums = gpu.make(DType::f64, sums.view().shape);
+  sum_squares(gpu, gsums, gpu_parts);
+  sum_squares(cpu, sums, parts);
+  EXPECT_EQ(count_bit_differences(gpu.get(gsums), sums), 0);
 }
 
 }  // namespace

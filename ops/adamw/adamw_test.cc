@@ -114,7 +114,8 @@ TEST(SumSquares, IsTheTreeOfBlocks) {
       testing::for_each_simd_target([&](const std::string& target) {
         Tensor out(DType::f64, {1});
         out.set(0, -1);
-        sum_squares(c, out, grad);
+        const ConstTensorView grads[] = {grad};
+        sum_squares(c, out, grads);
         EXPECT_EQ(*out.ptr<double>(), blocks) << target << " n " << n << " threads " << threads;
         EXPECT_NEAR(*out.ptr<double>(), exact, exact * 1.0001 * kUnit);
       });
@@ -126,7 +127,8 @@ TEST(SumSquares, TellsNonFinite) {
   CpuContext c(1, kSmallWorkspace);
   Tensor grad(DType::f32, {100}), out(DType::f64, {1});
   grad.set(57, std::numeric_limits<float>::infinity());
-  sum_squares(c, out, grad);
+  const ConstTensorView grads[] = {grad};
+  sum_squares(c, out, grads);
   EXPECT_FALSE(std::isfinite(*out.ptr<double>()));
 }
 
@@ -167,7 +169,8 @@ TEST(AdamWDeathTest, NamesWhatIsWrong) {
   AdamWStep zero_bias;
   zero_bias.bias1 = 0;
   EXPECT_DEATH(adamw(c, w, m, m, m, zero_bias), "bias corrections 0 and 1");
-  EXPECT_DEATH(sum_squares(c, out, w), "out is f32 \\[1\\], wanted one f64");
+  const ConstTensorView grads[] = {w};
+  EXPECT_DEATH(sum_squares(c, out, grads), "out is f32 \\[1\\], wanted f64 \\[1\\]");
   EXPECT_DEATH(all_finite(c, out, w), "out is f32 \\[1\\], wanted one i32");
 }
 
