@@ -4,6 +4,21 @@
 
 namespace lockstep {
 
+namespace {
+
+// dw_accum (unless it is empty) and dx from one dy. dx may not be dy.
+void expert_gradients(Context& c, TensorView dx, bool accumulate, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, const WeightView& w,
+                      ConstTensorView offsets) {
+  const ArenaScope scope(*c.workspace);
+  if (!dw_accum.empty()) {
+    dy = matmul_backward_rows(c, dy, dw_accum, x, w);
+    grouped_matmul_backward_weight(c, dw_accum, dy, x, offsets);
+  }
+  grouped_matmul_backward_input(c, dx, dy, w, offsets, accumulate);
+}
+
+}  // namespace
+
 void experts_forward(Context& c, const Model& model, int layer, TensorView y, TensorView g, TensorView u, TensorView a, ConstTensorView x,
                      ConstTensorView rho, ConstTensorView offsets) {
   const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
@@ -20,13 +35,10 @@ void experts_backward(Context& c, const Model& model, int layer, TensorView drow
   const auto& [a, dg, du] = scratch;
   swiglu(c, a, rows.g, rows.u, rows.rho, limit);
   const TensorView da = dg;  // which takes its place
-  grouped_matmul_backward_input(c, da, drows, w.w2, rows.offsets);
-  if (!grad.w2.empty()) grouped_matmul_backward_weight(c, grad.w2, drows, a, rows.offsets);
+  expert_gradients(c, da, /*accumulate=*/false, grad.w2, drows, a, w.w2, rows.offsets);
   swiglu_backward(c, dg, du, drho, da, rows.g, rows.u, rows.rho, limit);
-  if (!grad.w1.empty()) grouped_matmul_backward_weight(c, grad.w1, dg, rows.x, rows.offsets);
-  if (!grad.w3.empty()) grouped_matmul_backward_weight(c, grad.w3, du, rows.x, rows.offsets);
-  grouped_matmul_backward_input(c, drows, dg, w.w1, rows.offsets);
-  grouped_matmul_backward_input(c, drows, du, w.w3, rows.offsets, /*accumulate=*/true);
+  expert_gradients(c, drows, /*accumulate=*/false, grad.w1, dg, rows.x, w.w1, rows.offsets);
+  expert_gradients(c, drows, /*accumulate=*/true, grad.w3, du, rows.x, w.w3, rows.offsets);
 }
 
 }  // namespace lockstep

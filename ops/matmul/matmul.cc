@@ -90,14 +90,14 @@ void check_product(const char* op, ConstTensorView y, ConstTensorView x, const W
 
 void check_backward_input(const char* op, ConstTensorView dx, ConstTensorView dy, const Shape& w) {
   check_f32_matrix(op, "dx", dx);
-  check_f32_matrix(op, "dy", dy);
+  check_matrix(op, "dy", dy);
   const int64_t n = w[w.rank - 2], k = w[w.rank - 1];
   CHECK(dy.shape[1] == n && dx.shape[1] == k && dx.shape[0] == dy.shape[0], "{}: dy is {}, w is {}, dx is {}", op,
         dy.shape.str(), w.str(), dx.shape.str());
 }
 
 void check_backward_weight(const char* op, ConstTensorView dw, ConstTensorView dy, ConstTensorView x, int experts) {
-  check_f32_matrix(op, "dy", dy);
+  check_matrix(op, "dy", dy);
   check_matrix(op, "x", x);
   const Shape& s = dw.shape;
   CHECK(s.rank == 2 + experts && dw.dtype == DType::f32, "{}: dw_accum is {} {}, wanted f32 {}", op, dtype_name(dw.dtype),
@@ -317,6 +317,11 @@ void grouped_matmul_many(Context& c, std::span<const MatmulCall> products, Const
     check_offsets(c, "grouped_matmul_many", offsets, p.w.rows.shape[0], p.x.rows());
   }
   device::matmul_many(c, products, offsets);
+}
+
+ConstTensorView matmul_backward_rows(Context& c, ConstTensorView dy, ConstTensorView dw_accum, ConstTensorView x, const WeightView& w) {
+  check_f32_matrix("matmul_backward_rows", "dy", dy);
+  return c.on_gpu() ? device::matmul_backward_rows(c, dy, dw_accum, x, w) : dy;
 }
 
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets) {

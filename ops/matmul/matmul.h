@@ -12,6 +12,8 @@
 //   matmul_backward_weight: dw_accum[n, k] += sum_m dy[m, n] * x[m, k] m ascending; dw_accum [N, K] f32
 //   Accumulating chains start from the value that is there instead of from zero. So dw of rows given in several calls, in
 //   order, has the bits of one call with all rows. Both read w.rows; panels are not needed.
+//   matmul_backward_rows: dy as these products of w and dw_accum (grouped or not) read it, so that it is rounded once for all of them: on a GPU's matrix
+//   units a bf16 copy in c.workspace, which the caller's scope releases, and which they take instead; otherwise dy itself.
 // Panels: [ceil(N/16), K, 16] of w's dtype, panel p column j holding row 16p + j (zeros past N). pack_panels fills them; when a
 //   WeightView brings none, matmul packs into scratch first, which costs N*K per call.
 // grouped_matmul: rows [offsets[e], offsets[e+1]) of x meet w[e]; each row's bits are those of matmul with that expert alone.
@@ -104,6 +106,7 @@ void matmul_many(Context& c, std::span<const MatmulCall> products);  // at most 
 
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate = false);
 void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
+ConstTensorView matmul_backward_rows(Context& c, ConstTensorView dy, ConstTensorView dw_accum, ConstTensorView x, const WeightView& w);
 
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
 void grouped_matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets);

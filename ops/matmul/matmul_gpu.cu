@@ -105,8 +105,9 @@ void many_on_matrix_units(Context& c, std::span<const MatmulCall> products, Cons
   gpu::matmul_fp8(fp8, c.stream);
 }
 
-// dy in bf16, in the workspace, which the caller's scope releases.
+// dy in bf16, in the workspace, which the caller's scope releases, unless matmul_backward_rows made it so.
 ConstTensorView rounded(Context& c, ConstTensorView dy) {
+  if (dy.dtype == DType::bf16) return dy;
   const TensorView out = c.workspace->tensor(DType::bf16, {dy.rows(), gpu::padded_stride(DType::bf16, dy.dim(1))}, "matmul gradient").cols(0, dy.dim(1));
   gpu::round_rows(c, out, dy);
   return out;
@@ -185,6 +186,10 @@ void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy,
   if constexpr (kMatrixUnits)
     if (use_matrix_units_for_weights(dw_accum, x)) return weight_gradient_on_matrix_units(c, dw_accum, dy, x, {});
   portable::matmul_backward_weight(c, dw_accum, dy, x);
+}
+
+ConstTensorView matmul_backward_rows(Context& c, ConstTensorView dy, ConstTensorView dw_accum, ConstTensorView x, const WeightView& w) {
+  return use_matrix_units_backward(w, x.dim(1)) && use_matrix_units_for_weights(dw_accum, x) ? rounded(c, dy) : dy;
 }
 
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets) {
