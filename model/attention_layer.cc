@@ -88,8 +88,7 @@ void compress_and_store(Context& c, const CompressorShape& shape, const Compress
   if (entries.num_entries > 0) {
     compress(c, pooled, proj, w.ape.rows, ring, entries, seq, shape);
     TensorView normed = c.workspace->tensor(pooled.dtype, pooled.shape, "compressor.entries");
-    rmsnorm(c, normed, inv, pooled, w.norm.rows, eps);
-    rope(c, normed, entries.pos, rope_table, 1, /*inverse=*/false);
+    rmsnorm_rope(c, normed, inv, pooled, w.norm.rows, eps, entries.pos, rope_table, 1);
     if (round.keys) round_keys(c, normed, round.rope_dim);
     if (round.index) round_index(c, normed);
     entries_scatter(c, store, normed, entries, seq, per_page);
@@ -177,15 +176,13 @@ void attention_layer_forward(Context& c, const Model& model, int layer, const Se
   of_qr.push_back({saved.q_in, saved.qr, w.wq_b});
   if (indexes && index.own.size() > 0) of_qr.push_back({index.q, saved.qr.slice(index.own.begin, index.own.size()), w.indexer->wq_b});
   matmul_many(c, of_qr);
-  rmsnorm(c, saved.q.reshape({T * H, d}), saved.q_inv, saved.q_in.reshape({T * H, d}), ConstTensorView(), m.norm_eps);
-  rope(c, saved.q, seq.token_pos, rope_table, H, /*inverse=*/false);
+  rmsnorm_rope(c, saved.q.reshape({T * H, d}), saved.q_inv, saved.q_in.reshape({T * H, d}), ConstTensorView(), m.norm_eps, seq.token_pos, rope_table, H);
   probe("attn.q", saved.q);
 
   // The one key/value row of each token.
   saved.kv_inv = keep.tensor(DType::f32, {T}, "attn.kv_inv");
   saved.kv = keep.tensor(dtype, {T, d}, "attn.kv");
-  rmsnorm(c, saved.kv, saved.kv_inv, saved.kv_in, w.kv_norm.rows, m.norm_eps);
-  rope(c, saved.kv, seq.token_pos, rope_table, 1, /*inverse=*/false);
+  rmsnorm_rope(c, saved.kv, saved.kv_inv, saved.kv_in, w.kv_norm.rows, m.norm_eps, seq.token_pos, rope_table, 1);
   if (model.cache.kv_fp8) round_keys(c, saved.kv, m.rope_dim);
   probe("attn.kv", saved.kv);
 

@@ -19,6 +19,9 @@ void rmsnorm_backward(Context& c, TensorView dx, TensorView dw_accum, ConstTenso
 
 namespace device {
 void rmsnorm(Context& c, TensorView y, TensorView inv, ConstTensorView x, ConstTensorView w, float eps);
+// D - r is a multiple of 8.
+void rmsnorm_rope(Context& c, TensorView y, TensorView inv, ConstTensorView x, ConstTensorView w, float eps, ConstTensorView pos, ConstTensorView table,
+                  int64_t heads);
 void rmsnorm_backward(Context& c, TensorView dx, TensorView dw_accum, ConstTensorView dy, ConstTensorView x, ConstTensorView w, ConstTensorView inv,
                       bool accumulate);
 }  // namespace device

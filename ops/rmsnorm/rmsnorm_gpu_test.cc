@@ -61,6 +61,26 @@ TEST(RmsNormGpu, HasTheCpusBitsInLongRowsAndMany) {
     }
 }
 
+TEST(RmsNormGpu, RotatesAsRopeDoes) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  const Tensor pos = testing::int_tensor({4, 0, 8, 3, 3});
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const Shape& shape : {Shape{2, 2}, Shape{24, 6}, Shape{15, 4}, Shape{26, 10}, Shape{128, 64}, Shape{512, 64}, Shape{600, 72}, Shape{2200, 8},
+                               Shape{64, 0}})
+      for (const int64_t heads : {1, 4}) {
+        const int64_t n = shape[0], rotary = shape[1], rows = 5 * heads;
+        const Tensor x = random_tensor(1, dtype, {rows, n}, 3.0f), w = random_tensor(2, DType::f32, {n}), table = random_tensor(3, DType::f32, {9, rotary}),
+                     y(dtype, {rows, n}), inv(DType::f32, {rows});
+        const TensorView gy = gpu.make(dtype, {rows, n}), ginv = gpu.make(DType::f32, {rows});
+        const bool gain = heads == 1;
+        rmsnorm_rope(gpu, gy, ginv, gpu.put(x), gain ? gpu.put(w) : TensorView(), 0.01f, gpu.put(pos), gpu.put(table), heads);
+        rmsnorm_rope(cpu, y, inv, x, gain ? w.view() : TensorView(), 0.01f, pos, table, heads);
+        EXPECT_EQ(count_bit_differences(gpu.get(gy), y), 0) << dtype_name(dtype) << shape.str() << heads;
+        EXPECT_EQ(count_bit_differences(gpu.get(ginv), inv), 0) << dtype_name(dtype) << shape.str() << heads;
+      }
+}
+
 TEST(RmsNormGpu, WorksInPlace) {
   CpuContext cpu;
   testing::Gpu gpu;
