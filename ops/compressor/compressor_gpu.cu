@@ -1,5 +1,5 @@
-// One channel of one entry a thread; neighbouring threads read neighbouring channels of the same slots. Every channel is a chain over at most c*m slots, read
-// twice (the second time from the cache): floor E * c*m * dc * 8 bytes / 4 TB/s.
+// One channel of one entry a thread; neighbouring threads read neighbouring channels of the same slots. Every channel is a chain over at most c*m slots, whose
+// loads are kAhead at a time on their way; they are read twice, the second time from the cache: floor E * c*m * dc * 8 bytes / 4 TB/s.
 
 #include <limits>
 
@@ -41,34 +41,48 @@ struct Slots {
     ring_at = (first_pos + ring_rows) % ring_rows;
   }
   GPU_INLINE const float* row(int j) const {
-    if (j >= num_in_ring) return proj + (call_row + j) * proj_stride;
-    const int at = ring_at + j;
-    return ring + static_cast<int64_t>(at >= ring_rows ? at - ring_rows : at) * (2 * columns);
+    const int at = ring_at + j >= ring_rows ? ring_at + j - ring_rows : ring_at + j;
+    const bool in_call = j >= num_in_ring;
+    return (in_call ? proj : ring) + (in_call ? (call_row + j) * proj_stride : static_cast<int64_t>(at) * (2 * columns));
   }
   GPU_INLINE int column(int j, int i) const { return j >= ratio ? width + i : i; }  // two halves at most
-  GPU_INLINE float gate(const float* ape, int j, int i) const {
-    const int at = column(j, i);
-    return row(j)[columns + at] + ape[static_cast<int64_t>(j >= ratio ? j - ratio : j) * columns + at];
-  }
+  // Where in ape what is added to the gate of slot j lies.
+  GPU_INLINE int64_t bias_at(int j, int i) const { return static_cast<int64_t>(j >= ratio ? j - ratio : j) * columns + column(j, i); }
 };
+
+// visit(slot, its gate and kv) for the slots in order.
+struct GateAndValue {
+  float gate, kv;
+};
+template <typename Visit>
+GPU_INLINE void each_slot(const Slots& slots, const float* ape, int i, const Visit& visit) {
+  constexpr int kAhead = 8;
+  for (int begin = slots.first; begin < slots.ring_rows; begin += kAhead) {
+    float gate[kAhead], bias[kAhead], kv[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int j = begin + k < slots.ring_rows ? begin + k : slots.ring_rows - 1;  // without a branch, in which a load would be waited for
+      const float* const row = slots.row(j) + slots.column(j, i);
+      gate[k] = row[slots.columns], bias[k] = ape[slots.bias_at(j, i)], kv[k] = row[0];
+    }
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k)
+      if (begin + k < slots.ring_rows) visit(begin + k, GateAndValue{gate[k] + bias[k], kv[k]});
+  }
+}
 
 struct Pool {
   float highest, denominator, pooled;
 };
 GPU_INLINE Pool pool(const Slots& slots, const float* ape, int i) {
   Pool p = {-std::numeric_limits<float>::infinity(), 0.0f, 0.0f};
-#pragma unroll 4
-  for (int j = slots.first; j < slots.ring_rows; ++j) {
-    const float gate = slots.gate(ape, j, i);
-    p.highest = gate > p.highest ? gate : p.highest;
-  }
+  each_slot(slots, ape, i, [&](int, const GateAndValue& v) { p.highest = v.gate > p.highest ? v.gate : p.highest; });
   float numerator = 0.0f;
-#pragma unroll 4
-  for (int j = slots.first; j < slots.ring_rows; ++j) {
-    const float e = exp_f32(slots.gate(ape, j, i) - p.highest);
+  each_slot(slots, ape, i, [&](int, const GateAndValue& v) {
+    const float e = exp_f32(v.gate - p.highest);
     p.denominator = p.denominator + e;
-    numerator = fma(e, slots.row(j)[slots.column(j, i)], numerator);
-  }
+    numerator = fma(e, v.kv, numerator);
+  });
   p.pooled = numerator / p.denominator;
   return p;
 }
@@ -88,14 +102,12 @@ GPU_KERNEL compress_backward_kernel(float* dproj, int64_t dproj_stride, const fl
   const Slots slots(p, e);
   const Pool pooled = pool(slots, p.ape, i);
   const float g = dpooled[e * dpooled_stride + i];
-#pragma unroll 4
-  for (int j = slots.first; j < slots.ring_rows; ++j) {
-    const int at = slots.column(j, i);
-    const float a = exp_f32(slots.gate(p.ape, j, i) - pooled.highest) / pooled.denominator, dkv = a * g;
-    float* const to = dproj + (slots.call_row + j) * dproj_stride + at;
+  each_slot(slots, p.ape, i, [&](int j, const GateAndValue& v) {
+    const float a = exp_f32(v.gate - pooled.highest) / pooled.denominator, dkv = a * g;
+    float* const to = dproj + (slots.call_row + j) * dproj_stride + slots.column(j, i);
     to[0] = dkv;
-    to[p.columns] = dkv * (slots.row(j)[at] - pooled.pooled);
-  }
+    to[p.columns] = dkv * (v.kv - pooled.pooled);
+  });
 }
 
 // Groups of tokens of sequence s whose half `half` is in an entry: with overlap the last group's first half waits for an entry to come.

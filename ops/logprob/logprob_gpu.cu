@@ -6,6 +6,7 @@
 
 #include "core/gpu_check.h"
 #include "ops/elements_gpu.h"
+#include "ops/logprob/logits_gpu.h"
 #include "ops/logprob/logprob_cpu.h"
 #include "ops/row_gpu.h"
 
@@ -36,24 +37,25 @@ GPU_KERNEL chunk_stats_kernel(float* partials, int64_t partials_stride, const fl
   const Chunk k = chunk_of_thread(rows, count, chunk, chunks);
   const bool mine = k.n > 0;
   const float* const x = logits + k.row * logits_stride + k.first;
-  const float t = mine ? temperature[k.row] : 1.0f;
+  const Cooled y_of = {mine ? temperature[k.row] : 1.0f};
   float max = -std::numeric_limits<float>::infinity();
-#pragma unroll 8
-  for (int64_t i = row_lane(); i < k.n; i += kTreeLanes) {
-    const float y = x[i] / t;
+  each_logit(x, k.n, [&](float v, int64_t) {
+    const float y = y_of(v);
     max = max < y ? y : max;
-  }
+  });
   for (int width = kTreeLanes / 2; width >= 1; width /= 2) {
     const float other = shuffle_xor(max, width);
     max = max < other ? other : max;
   }
-  const float sum = row_sum(k.n, [&](int64_t i) { return exp_f32(x[i] / t - max); });
+  float sum = 0;
+  each_logit(x, k.n, [&](float v, int64_t) { sum = sum + exp_f32(y_of(v) - max); });
+  sum = fold_row(sum);
   if (!mine || row_lane() != 0) return;
   float* const out = partials + k.row * partials_stride + kChunkPartials * k.chunk;
   out[0] = max;
   out[1] = sum;
   const int64_t at = target == nullptr ? -1 : target[k.row] - part_first - k.first;
-  out[2] = at >= 0 && at < k.n ? x[at] / t : 0.0f;
+  out[2] = at >= 0 && at < k.n ? y_of(x[at]) : 0.0f;
 }
 
 inline constexpr int kMergeThreads = static_cast<int>(kVocabChunks);
@@ -62,13 +64,16 @@ inline constexpr int kMergeThreads = static_cast<int>(kVocabChunks);
 GPU_KERNEL merge_stats_kernel(float* logprob, float* lse, float* max, const float* partials, int64_t partials_stride, const int32_t* target, int64_t chunk,
                               int64_t chunks) {
   SharedMemory memory;
-  const auto keeps = memory.take<float>(kMergeThreads), sums = memory.take<float>(kMergeThreads);
+  const auto keeps = memory.take<float>(kMergeThreads), sums = memory.take<float>(kMergeThreads), maxima = memory.take<float>(kMergeThreads);
   const float* const in = partials + block_x() * partials_stride;
   const int64_t k = thread_x();
+  if (k < chunks) maxima.store(static_cast<int>(k), in[kChunkPartials * k]);
+  sync_block();
   // The running maximum before this chunk and with it, so that all exponentials are taken at once and only a multiply and an add a chunk stay in sequence.
   float before = -std::numeric_limits<float>::infinity(), running = before;
-  for (int64_t i = 0; i <= k && i < chunks; ++i) {
-    const float m = in[kChunkPartials * i];
+#pragma unroll 8
+  for (int i = 0; i <= k && i < chunks; ++i) {
+    const float m = maxima.load(i);
     before = running;
     running = running < m ? m : running;
   }
@@ -79,6 +84,7 @@ GPU_KERNEL merge_stats_kernel(float* logprob, float* lse, float* max, const floa
   sync_block();
   if (k != chunks - 1) return;  // whose maximum is the row's
   float total = 0;
+#pragma unroll 8
   for (int i = 0; i < chunks; ++i) total = total * keeps.load(i) + sums.load(i);
   const float row_lse = running + log_f32(total);
   if (lse != nullptr) lse[block_x()] = row_lse;
@@ -91,13 +97,13 @@ GPU_KERNEL chunk_means_kernel(float* means, int64_t means_stride, const float* l
   const Chunk k = chunk_of_thread(rows, count, chunk, chunks);
   const bool mine = k.n > 0;
   const float* const x = logits + k.row * logits_stride + k.first;
-  const float t = mine ? temperature[k.row] : 1.0f, row_lse = mine ? lse[k.row] : 0.0f;
+  const Cooled y_of = {mine ? temperature[k.row] : 1.0f};
+  const float row_lse = mine ? lse[k.row] : 0.0f;
   float sum = 0;
-#pragma unroll 8
-  for (int64_t i = row_lane(); i < k.n; i += kTreeLanes) {
-    const float y = x[i] / t;
+  each_logit(x, k.n, [&](float v, int64_t) {
+    const float y = y_of(v);
     sum = fma(exp_f32(y - row_lse), y, sum);
-  }
+  });
   sum = fold_row(sum);
   if (mine && row_lane() == 0) means[k.row * means_stride + k.chunk] = sum;
 }
@@ -117,14 +123,15 @@ GPU_KERNEL row_backward_kernel(float* logits, int64_t logits_stride, const int32
   const Piece p = piece_of_thread(rows, count);
   if (p.count == 0) return;
   float* const at = logits + p.row * logits_stride + p.at;
-  const float t = temperature[p.row], row_lse = lse[p.row], e = entropy == nullptr ? 0.0f : entropy[p.row];
+  const Cooled cooled = {temperature[p.row]};
+  const float row_lse = lse[p.row], e = entropy == nullptr ? 0.0f : entropy[p.row];
   const float dl = dlogprob[p.row], de = dentropy == nullptr ? 0.0f : dentropy[p.row];
   const int64_t to_target = target[p.row] - part_first - p.at;
   Elements<float> x = load(static_cast<const float*>(at), p.count, aligned);
   for (int i = 0; i < kPiece; ++i) {
-    const float y = x.v[i] / t, shifted = y - row_lse, prob = exp_f32(shifted);
+    const float y = cooled(x.v[i]), shifted = y - row_lse, prob = exp_f32(shifted);
     const float dy = dl * ((i == to_target ? 1.0f : 0.0f) - prob) - de * prob * (shifted + e);
-    x.v[i] = dy / t;
+    x.v[i] = cooled(dy);
   }
   store(at, x, p.count, aligned);
 }
@@ -144,7 +151,7 @@ void chunk_stats(Context& c, TensorView partials, ConstTensorView logits, ConstT
 }
 
 void merge_stats(Context& c, TensorView logprob, TensorView lse, TensorView max, ConstTensorView partials, ConstTensorView target, int64_t vocab) {
-  launch(c, "logprob_merge", {.blocks = partials.rows(), .threads = kMergeThreads, .shared_bytes = 2 * kMergeThreads * sizeof(float)}, merge_stats_kernel,
+  launch(c, "logprob_merge", {.blocks = partials.rows(), .threads = kMergeThreads, .shared_bytes = 3 * kMergeThreads * sizeof(float)}, merge_stats_kernel,
          vector<float>(logprob), vector<float>(lse), vector<float>(max), partials.ptr<float>(), partials.row_stride, vector<int32_t>(target),
          vocab_chunk(vocab), vocab_chunks(vocab));
 }

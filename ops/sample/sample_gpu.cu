@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "core/gpu_check.h"
+#include "ops/logprob/logits_gpu.h"
 #include "ops/logprob/logprob.h"
 #include "ops/row_gpu.h"
 #include "ops/sample/sample_cpu.h"
@@ -55,11 +56,9 @@ GPU_KERNEL chunk_weights_kernel(uint64_t* chunk_sums, const Row* params, const f
   }
   const float* const x = logits + r * stride + first;
   uint64_t sum = 0;
-#pragma unroll 4
-  for (int64_t i = row_lane(); i < n; i += kTreeLanes) {
-    const float y = x[i] / p.temperature;
-    sum = p.greedy != 0 ? larger(sum, place_of(key_of(y), first + i)) : sum + sample_weight(exp_f32(y - m));
-  }
+  const Cooled y_of = {p.temperature};
+  if (p.greedy != 0) each_logit(x, n, [&](float v, int64_t i) { sum = larger(sum, place_of(key_of(y_of(v)), first + i)); });
+  else each_logit(x, n, [&](float v, int64_t) { sum = sum + sample_weight(exp_f32(y_of(v) - m)); });
   for (int width = kTreeLanes / 2; width >= 1; width /= 2) {
     const uint64_t other = shuffle_xor(sum, width);
     sum = p.greedy != 0 ? larger(sum, other) : sum + other;
@@ -67,21 +66,42 @@ GPU_KERNEL chunk_weights_kernel(uint64_t* chunk_sums, const Row* params, const f
   if (n > 0 && row_lane() == 0) chunk_sums[at] = sum;
 }
 
-// The first i < n at which before + the weights up to and with i exceed the threshold; the last i if none does. A wave calls; every lane has the answer.
-template <typename E>
-GPU_INLINE int64_t first_over(uint64_t before, double threshold, int64_t n, E e) {
-  for (int64_t first = 0; first < n; first += kWave) {
-    const int64_t i = first + lane();
-    uint64_t sum = i < n ? sample_weight(e(i)) : 0;
-    for (int width = 1; width < kWave; width *= 2) {
-      const uint64_t below = shuffle(sum, lane() >= width ? lane() - width : lane());
-      if (lane() >= width) sum += below;
+// The first i < n at which before + the weights up to and with i exceed the threshold; n if none does. `before` becomes what lies before it. A wave calls;
+// every lane has the answer. The weight of i is weigh(load(i)); several loads are on their way at once.
+template <typename Load, typename Weigh>
+GPU_INLINE int64_t first_over(uint64_t* before, double threshold, int64_t n, Load load, Weigh weigh) {
+  constexpr int kAhead = 8;
+  for (int64_t begin = 0; begin < n; begin += kAhead * kWave) {
+    decltype(load(begin)) loaded[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int64_t i = begin + k * kWave + lane();
+      loaded[k] = load(i < n ? i : n - 1);
     }
-    const uint64_t over = ballot(i < n && static_cast<double>(before + sum) > threshold);
-    if (over != 0) return first + lowest_bit(over);
-    before += shuffle(sum, kWave - 1);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const uint64_t own = begin + k * kWave + lane() < n ? weigh(loaded[k]) : 0;
+      uint64_t sum = own;
+      for (int width = 1; width < kWave; width *= 2) {
+        const uint64_t below = shuffle(sum, lane() >= width ? lane() - width : lane());
+        if (lane() >= width) sum += below;
+      }
+      const int64_t first = begin + k * kWave;
+      const uint64_t over = ballot(first + lane() < n && static_cast<double>(*before + sum) > threshold);
+      if (over != 0) {
+        *before += shuffle(sum - own, lowest_bit(over));
+        return first + lowest_bit(over);
+      }
+      *before += shuffle(sum, kWave - 1);
+    }
   }
-  return n - 1;
+  return n;
+}
+// The same, but the last i if none is.
+template <typename Load, typename Weigh>
+GPU_INLINE int64_t draw(uint64_t before, double threshold, int64_t n, Load load, Weigh weigh) {
+  const int64_t i = first_over(&before, threshold, n, load, weigh);
+  return i < n ? i : n - 1;
 }
 
 // A wave a row.
@@ -92,24 +112,27 @@ GPU_KERNEL draw_kernel(int32_t* token, float* logprob, const uint64_t* chunk_sum
   if (p.filtered != 0) return;
   const uint64_t* const sums = chunk_sums + r * chunks;
   const float* const x = logits + r * stride;
+  const Cooled y_of = {p.temperature};
+  uint64_t all = 0;  // total, or largest place
+  for (int64_t k = lane(); k < chunks; k += kWave) all = p.greedy != 0 ? larger(all, sums[k]) : all + sums[k];
+  for (int width = kWave / 2; width >= 1; width /= 2) {
+    const uint64_t other = shuffle_xor(all, width);
+    all = p.greedy != 0 ? larger(all, other) : all + other;
+  }
   int64_t id = 0;
   if (p.greedy != 0) {
-    uint64_t best = 0;
-    for (int64_t k = 0; k < chunks; ++k) best = larger(best, sums[k]);
-    id = id_of(best);
+    id = id_of(all);
   } else {
-    uint64_t total = 0, before = 0;
-    for (int64_t k = 0; k < chunks; ++k) total += sums[k];
-    const double threshold = static_cast<double>(p.u) * static_cast<double>(total);
-    int64_t k = 0;
-    for (; k + 1 < chunks && !(static_cast<double>(before + sums[k]) > threshold); ++k) before += sums[k];
+    const double threshold = static_cast<double>(p.u) * static_cast<double>(all);
+    uint64_t before = 0;
+    const int64_t k = first_over(&before, threshold, chunks - 1, [&](int64_t i) { return sums[i]; }, [](uint64_t w) { return w; });
     const int64_t first = k * chunk, n = vocab - first < chunk ? vocab - first : chunk;
     const float m = max[r];
-    id = first + first_over(before, threshold, n, [&](int64_t i) { return exp_f32(x[first + i] / p.temperature - m); });
+    id = first + draw(before, threshold, n, [&](int64_t i) { return x[first + i]; }, [&](float v) { return sample_weight(exp_f32(y_of(v) - m)); });
   }
   if (lane() != 0) return;
   token[r] = static_cast<int32_t>(id);
-  logprob[r] = x[id] / p.temperature - lse[r];
+  logprob[r] = y_of(x[id]) - lse[r];
 }
 
 // N numbers of each thread of the block, reduced; every thread has the results.
@@ -287,7 +310,8 @@ filter_kernel(int32_t* token, float* logprob, int64_t first_row, const Row* para
     while (g + 1 < groups && !(static_cast<double>(before.load(g + 1)) > threshold)) ++g;
     const auto first = static_cast<int64_t>(starts.load(g)), last = static_cast<int64_t>(starts.load(g + 1));
     int64_t drawn = number - 1;  // nothing has weight
-    if (before.load(groups) > 0) drawn = first + first_over(before.load(g), threshold, last - first, [&](int64_t i) { return e(first + i); });
+    if (before.load(groups) > 0) drawn = first + draw(before.load(g), threshold, last - first, [&](int64_t i) { return e(first + i); },
+                                                            [](float v) { return sample_weight(v); });
     id = s.ids[drawn];
   }
   if (thread_x() != 0) return;
