@@ -162,7 +162,7 @@ GPU_KERNEL gather_kernel(T* rows, int64_t rows_stride, const T* x, int64_t x_str
 // 0 + rows[slot[0]] + rows[slot[1]] + ..., several rows on their way at once.
 template <typename T>
 GPU_INLINE void sum_slots(float (&sum)[kPiece], const T* rows, int64_t stride, const int32_t* slot, int k, const Piece& p, bool aligned) {
-  constexpr int kBatch = 4;
+  constexpr int kBatch = 16 / static_cast<int>(sizeof(T));
 #pragma unroll
   for (int i = 0; i < kPiece; ++i) sum[i] = 0;
   for (int begin = 0; begin < k; begin += kBatch) {
