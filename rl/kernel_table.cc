@@ -515,7 +515,7 @@ class Table {
       return [=, &c = o.c()] { adamw(c, w, moment, square, grad, {.lr = 1e-6f, .bias1 = 0.1f, .bias2 = 1e-3f}); };
     });
     elementwise("adamw", "sum_squares", 4, [=](const CallOperands& o) -> Run {
-      return [=, &c = o.c(), out = o.operands.make(DType::f64, {1}), grad = o.operands.random(kF32, {n})] { sum_squares(c, out, grad); };
+      return [=, &c = o.c(), out = o.operands.make(DType::f64, {1}), grad = ConstTensorView(o.operands.random(kF32, {n}))] { sum_squares(c, out, std::span(&grad, 1)); };
     });
     elementwise("adamw", "all_finite", 4, [=](const CallOperands& o) -> Run {
       return [=, &c = o.c(), out = o.operands.make(DType::i32, {1}), x = o.operands.random(kF32, {n})] { all_finite(c, out, x); };

@@ -214,7 +214,8 @@ namespace {
 
 using namespace gpu;
 
-#if LOCKSTEP_GPU_CUDA || LOCKSTEP_GPU_HIP
+// Hopper's scores (indexer_gpu_sm90.cu) have yet to run on a device: until indexer_gpu_scores_test has passed there, they are not chosen.
+#if LOCKSTEP_GPU_HIP
 constexpr bool kMatrixUnits = true;
 #else
 constexpr bool kMatrixUnits = false;
