@@ -3,15 +3,13 @@
 // or goes with the workspace (rollout) is the caller's choice of arena. Shapes: T tokens, n streams, D width; see docs/architecture.md.
 
 #include "core/tensor.h"
+#include "ops/hyperconn/hyperconn.h"
 
 namespace lockstep {
 
-// One mHC site: coefficients, the branch input before and after its norm, and the branch output.
-struct SavedSite {
-  TensorView pre, post, comb;   // [T, n], [T, n], [T, n*n] f32
-  TensorView raw, inv_rms;      // [T, (2+n)n], [T] f32
-  TensorView h, norm_inv, u;    // [T, D], [T] f32, [T, D]
-  TensorView y;                 // [T, D]
+// One mHC site: what feeds the branch, and the branch output [T, D].
+struct SavedSite : HyperFeed {
+  TensorView y;
 };
 
 // H heads and g groups: those of the rank.

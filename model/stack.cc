@@ -36,7 +36,7 @@ HyperShape hyper_shape(const ModelConfig& m) { return {m.hc_mult, m.sinkhorn_ite
 HyperWeights hyper_weights(const HyperTensors<WeightView>& t) { return {t.fn, t.base.rows, t.scale.rows}; }
 HyperGradients hyper_gradients(const HyperTensors<TensorView>& t) { return {t.fn, t.base, t.scale}; }
 
-// How one sublayer is fed: coefficients of the site, its input mixed from the streams, normed.
+// How one sublayer is fed.
 void site_forward(Context& c, const ModelConfig& m, const HyperTensors<WeightView>& hyper, const WeightView& norm, ConstTensorView x, SavedSite& s,
                   Arena& keep) {
   const int64_t T = x.dim(0), n = m.hc_mult, D = m.hidden_size;
@@ -49,9 +49,7 @@ void site_forward(Context& c, const ModelConfig& m, const HyperTensors<WeightVie
   s.norm_inv = keep.tensor(DType::f32, {T}, "site.norm_inv");
   s.u = keep.tensor(x.dtype, {T, D}, "site.u");
   s.y = keep.tensor(x.dtype, {T, D}, "site.y");
-  hyper_mix(c, s.pre, s.post, s.comb, s.raw, s.inv_rms, x, hyper_weights(hyper), hyper_shape(m));
-  hyper_pre(c, s.h, x, s.pre);
-  rmsnorm(c, s.u, s.norm_inv, s.h, norm.rows, m.norm_eps);
+  hyper_feed(c, s, x, hyper_weights(hyper), hyper_shape(m), norm.rows);
 }
 
 // The gradient of one site around its branch: dxout -> dx, with branch(du, dy) turning the branch's output gradient into its input's.
@@ -62,13 +60,11 @@ void site_backward(Context& c, const ModelConfig& m, const HyperTensors<WeightVi
   ArenaScope scope(*c.workspace);
   Arena& ws = *c.workspace;
   TensorView dy = ws.tensor(DType::f32, {T, D}, "site.dy"), du = ws.tensor(DType::f32, {T, D}, "site.du");
-  TensorView dpre = ws.tensor(DType::f32, {T, n}, "site.dpre"), dpost = ws.tensor(DType::f32, {T, n}, "site.dpost");
-  TensorView dcomb = ws.tensor(DType::f32, {T, n * n}, "site.dcomb");
-  hyper_post_backward(c, dx, dy, dpost, dcomb, dxout, x, s.y, s.post, s.comb);
+  TensorView dpost = ws.tensor(DType::f32, {T, n}, "site.dpost"), dcomb = ws.tensor(DType::f32, {T, n * n}, "site.dcomb");
+  hyper_post_backward(c, dy, dpost, dcomb, dxout, x, s.y, s.post);
   branch(du, dy);
   rmsnorm_backward(c, du, dnorm, du, s.h, norm.rows, s.norm_inv);
-  hyper_pre_backward(c, dx, dpre, du, x, s.pre);
-  hyper_mix_backward(c, dx, hyper_gradients(dhyper), dpre, dpost, dcomb, s.raw, s.inv_rms, x, hyper_weights(hyper), hyper_shape(m));
+  hyper_feed_backward(c, dx, hyper_gradients(dhyper), du, dpost, dcomb, dxout, x, s, hyper_weights(hyper), hyper_shape(m));
 }
 
 void layer_forward(Context& c, const Model& model, int layer, const SequenceBatch& batch, const StatePool& state, TensorView xout, ConstTensorView x,
@@ -115,19 +111,13 @@ void final_site_forward(Context& c, const Model& model, const SequenceBatch& bat
     moe_gather(c, taken.reshape({R, n * D}), x.reshape({T, n * D}), batch.wanted);
     xw = taken;
   }
-  TensorView pre = keep.tensor(DType::f32, {R, n}, "final.pre"), raw = keep.tensor(DType::f32, {R, n}, "final.raw");
-  TensorView inv_rms = keep.tensor(DType::f32, {R}, "final.inv_rms"), h = keep.tensor(x.dtype, {R, D}, "final.h");
-  TensorView norm_inv = keep.tensor(DType::f32, {R}, "final.norm_inv");
-  hyper_head_mix(c, pre, raw, inv_rms, xw, hyper_weights(weights.tensors().hc_head), hyper_shape(m));
-  hyper_pre(c, h, xw, pre);
-  rmsnorm(c, hidden, norm_inv, h, weights.tensors().norm.rows, m.norm_eps);
+  HyperFeed feed = {.pre = keep.tensor(DType::f32, {R, n}, "final.pre"), .post = {}, .comb = {}, .raw = keep.tensor(DType::f32, {R, n}, "final.raw"),
+                    .inv_rms = keep.tensor(DType::f32, {R}, "final.inv_rms"), .h = keep.tensor(x.dtype, {R, D}, "final.h"),
+                    .norm_inv = keep.tensor(DType::f32, {R}, "final.norm_inv"), .u = hidden};
+  hyper_feed(c, feed, xw, hyper_weights(weights.tensors().hc_head), hyper_shape(m), weights.tensors().norm.rows);
   if (saved == nullptr) return;
   saved->final_x = xw;
-  saved->final_pre = pre;
-  saved->final_raw = raw;
-  saved->final_inv_rms = inv_rms;
-  saved->final_h = h;
-  saved->final_norm_inv = norm_inv;
+  saved->final_feed = feed;
 }
 
 // dx [T, n, D] f32 written.
@@ -138,13 +128,12 @@ void final_site_backward(Context& c, const Model& model, const SequenceBatch& ba
   const int64_t R = dhidden.rows(), n = m.hc_mult, D = m.hidden_size;
   ArenaScope scope(*c.workspace);
   Arena& ws = *c.workspace;
-  TensorView dh = ws.tensor(DType::f32, {R, D}, "final.dh"), dpre = ws.tensor(DType::f32, {R, n}, "final.dpre");
+  const HyperFeed& feed = saved.final_feed;
+  TensorView dh = ws.tensor(DType::f32, {R, D}, "final.dh");
   TensorView dxw = batch.wanted.empty() ? dx : ws.tensor(DType::f32, {R, n, D}, "final.dx");
-  set_zero(c, dxw);
-  rmsnorm_backward(c, dh, gradients.tensors.norm, dhidden, saved.final_h, weights.tensors().norm.rows, saved.final_norm_inv);
-  hyper_pre_backward(c, dxw, dpre, dh, saved.final_x, saved.final_pre);
-  hyper_head_mix_backward(c, dxw, hyper_gradients(gradients.tensors.hc_head), dpre, saved.final_raw, saved.final_inv_rms, saved.final_x,
-                          hyper_weights(weights.tensors().hc_head), hyper_shape(m));
+  rmsnorm_backward(c, dh, gradients.tensors.norm, dhidden, feed.h, weights.tensors().norm.rows, feed.norm_inv);
+  hyper_feed_backward(c, dxw, hyper_gradients(gradients.tensors.hc_head), dh, {}, {}, {}, saved.final_x, feed, hyper_weights(weights.tensors().hc_head),
+                      hyper_shape(m));
   if (batch.wanted.empty()) return;
   set_zero(c, dx);
   scatter_rows(c, dx.reshape({dx.rows(), n * D}), dxw.reshape({R, n * D}), batch.wanted);

@@ -12,6 +12,7 @@
 #include "model/batch.h"
 #include "model/state.h"
 #include "model/weights.h"
+#include "ops/hyperconn/hyperconn.h"
 #include "parallel/collective.h"
 
 namespace lockstep {
@@ -55,9 +56,8 @@ struct Saved {
   Recompute recompute = Recompute::none;
   std::vector<ConstTensorView> layer_inputs;  // [T, n, D] each, of the shard's layers in order, then the last one's output
   std::vector<SavedLayer> layers;             // of the shard's layers
-  ConstTensorView final_x;
-  TensorView final_pre, final_raw, final_inv_rms;  // final site, wanted rows: x [R, n, D]; [R, n], [R, n], [R]
-  TensorView final_h, final_norm_inv;                       // [R, D] before the norm, [R]
+  ConstTensorView final_x;  // of the final site, wanted rows: [R, n, D]
+  HyperFeed final_feed;     // in the head's form
   Saved();
   ~Saved();
 };

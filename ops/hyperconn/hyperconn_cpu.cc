@@ -103,16 +103,26 @@ void pre_rows(TensorView h, ConstTensorView x, ConstTensorView pre) {
     }
 }
 
+// sum_k weight[k] * g[k, i], g [n, width].
+float mixed(const float* weight, const float* g, int64_t n, int64_t width, int64_t i) {
+  float sum = weight[0] * g[i];
+  for (int64_t k = 1; k < n; ++k) sum = std::fmaf(weight[k], g[k * width + i], sum);
+  return sum;
+}
+
 template <typename T>
-void pre_backward_rows(TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x, ConstTensorView pre) {
-  const int64_t width = x.dim(2);
+void pre_backward_rows(TensorView dx, TensorView dpre, ConstTensorView dh, ConstTensorView dxout, ConstTensorView comb, ConstTensorView x,
+                       ConstTensorView pre) {
+  const int64_t n = x.dim(1), width = x.dim(2);
   for (int64_t t = 0; t < x.rows(); ++t)
-    for (int64_t j = 0; j < x.dim(1); ++j) {
+    for (int64_t j = 0; j < n; ++j) {
       const T* stream = x.row<T>(t) + j * width;
       const float* g = dh.row<float>(t);
-      float* dx = dx_accum.row<float>(t) + j * width;
       dpre.row<float>(t)[j] = tree_dot(width, [&](int64_t i) { return to_f32(stream[i]); }, [&](int64_t i) { return g[i]; });
-      for (int64_t i = 0; i < width; ++i) dx[i] = std::fmaf(pre.row<float>(t)[j], g[i], dx[i]);
+      for (int64_t i = 0; i < width; ++i) {
+        const float through_post = comb.empty() ? 0.0f : mixed(comb.row<float>(t) + j * n, dxout.row<float>(t), n, width, i);
+        dx.row<float>(t)[j * width + i] = std::fmaf(pre.row<float>(t)[j], g[i], through_post);
+      }
     }
 }
 
@@ -129,24 +139,17 @@ void post_rows(TensorView xout, ConstTensorView x, ConstTensorView y, ConstTenso
 }
 
 template <typename T>
-void post_backward_rows(TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout,
-                        ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
+void post_backward_rows(TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x, ConstTensorView y,
+                        ConstTensorView post) {
   const int64_t n = x.dim(1), width = x.dim(2);
   for (int64_t t = 0; t < x.rows(); ++t) {
     const float* g = dxout.row<float>(t);
-    const auto mixed = [&](const float* weight, int64_t i) {
-      float sum = weight[0] * g[i];
-      for (int64_t k = 1; k < n; ++k) sum = std::fmaf(weight[k], g[k * width + i], sum);
-      return sum;
-    };
     const auto dot = [&](const T* a, int64_t k) {
       return tree_dot(width, [&](int64_t i) { return to_f32(a[i]); }, [&](int64_t i) { return g[k * width + i]; });
     };
-    for (int64_t j = 0; j < n; ++j) {
-      for (int64_t i = 0; i < width; ++i) dx.row<float>(t)[j * width + i] = mixed(comb.row<float>(t) + j * n, i);
+    for (int64_t j = 0; j < n; ++j)
       for (int64_t k = 0; k < n; ++k) dcomb.row<float>(t)[j * n + k] = dot(x.row<T>(t) + j * width, k);
-    }
-    for (int64_t i = 0; i < width; ++i) dy.row<float>(t)[i] = mixed(post.row<float>(t), i);
+    for (int64_t i = 0; i < width; ++i) dy.row<float>(t)[i] = mixed(post.row<float>(t), g, n, width, i);
     for (int64_t k = 0; k < n; ++k) dpost.row<float>(t)[k] = dot(y.row<T>(t), k);
   }
 }
@@ -235,20 +238,18 @@ void hyper_pre(Context& c, TensorView h, ConstTensorView x, ConstTensorView pre)
   x.dtype == DType::f32 ? pre_rows<float>(h, x, pre) : pre_rows<bf16>(h, x, pre);
 }
 
-void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x,
-                        ConstTensorView pre) {
-  x.dtype == DType::f32 ? pre_backward_rows<float>(dx_accum, dpre, dh, x, pre)
-                        : pre_backward_rows<bf16>(dx_accum, dpre, dh, x, pre);
+void hyper_pre_backward(Context& c, TensorView dx, TensorView dpre, ConstTensorView dh, ConstTensorView dxout, ConstTensorView comb,
+                        ConstTensorView x, ConstTensorView pre) {
+  x.dtype == DType::f32 ? pre_backward_rows<float>(dx, dpre, dh, dxout, comb, x, pre) : pre_backward_rows<bf16>(dx, dpre, dh, dxout, comb, x, pre);
 }
 
 void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
   x.dtype == DType::f32 ? post_rows<float>(xout, x, y, post, comb) : post_rows<bf16>(xout, x, y, post, comb);
 }
 
-void hyper_post_backward(Context& c, TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout,
-                         ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
-  x.dtype == DType::f32 ? post_backward_rows<float>(dx, dy, dpost, dcomb, dxout, x, y, post, comb)
-                        : post_backward_rows<bf16>(dx, dy, dpost, dcomb, dxout, x, y, post, comb);
+void hyper_post_backward(Context& c, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x,
+                         ConstTensorView y, ConstTensorView post) {
+  x.dtype == DType::f32 ? post_backward_rows<float>(dy, dpost, dcomb, dxout, x, y, post) : post_backward_rows<bf16>(dy, dpost, dcomb, dxout, x, y, post);
 }
 
 }  // namespace lockstep::reference

@@ -1,6 +1,6 @@
 #pragma once
-// Internal to ops/hyperconn: the implementations of everything but the product with fn, without argument checks. Same bits.
-// device: on the GPU, hyperconn_gpu.cu.
+// Internal to ops/hyperconn: the parts that hyper_feed and its backward are made of on the CPU, but for the product with fn and the norm, without argument
+// checks; and what the GPU does in few launches (device, hyperconn_gpu.cu). Same bits.
 // In the head's form post and comb (and their gradients) are empty.
 
 #include "ops/hyperconn/hyperconn.h"
@@ -21,42 +21,42 @@ void hyper_raw_gradient(TensorView dlogits, const HyperGradients& dw, ConstTenso
                         const HyperWeights& w, int64_t streams);
 
 void hyper_pre(Context& c, TensorView h, ConstTensorView x, ConstTensorView pre);
-void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x,
-                        ConstTensorView pre);
+// dx = what comes through hyper_post (dxout and comb; both empty: 0), then pre * dh on top; dpre.
+void hyper_pre_backward(Context& c, TensorView dx, TensorView dpre, ConstTensorView dh, ConstTensorView dxout, ConstTensorView comb,
+                        ConstTensorView x, ConstTensorView pre);
 void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb);
-void hyper_post_backward(Context& c, TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout,
-                         ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb);
+void hyper_post_backward(Context& c, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x,
+                         ConstTensorView y, ConstTensorView post);
 
 }  // namespace reference
 
 namespace simd {
 
+// The backward of the coefficients and of the product with fn (hyperconn.cc): adds to dx_accum and dw.
+void hyper_mix_backward(Context& c, TensorView dx_accum, const HyperGradients& dw, ConstTensorView dpre, ConstTensorView dpost, ConstTensorView dcomb,
+                        ConstTensorView raw, ConstTensorView inv_rms, ConstTensorView x, const HyperWeights& w, const HyperShape& shape);
 void hyper_coefficients(Context& c, TensorView pre, TensorView post, TensorView comb, TensorView inv_rms, ConstTensorView raw,
                         ConstTensorView x, const HyperWeights& w, const HyperShape& shape);
 void hyper_coefficients_backward(Context& c, TensorView dx_accum, TensorView dlogits, ConstTensorView dpre, ConstTensorView dpost,
                                  ConstTensorView dcomb, ConstTensorView raw, ConstTensorView inv_rms, ConstTensorView x,
                                  const HyperWeights& w, const HyperShape& shape);
 void hyper_pre(Context& c, TensorView h, ConstTensorView x, ConstTensorView pre);
-void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x,
-                        ConstTensorView pre);
+void hyper_pre_backward(Context& c, TensorView dx, TensorView dpre, ConstTensorView dh, ConstTensorView dxout, ConstTensorView comb,
+                        ConstTensorView x, ConstTensorView pre);
 void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb);
-void hyper_post_backward(Context& c, TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout,
-                         ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb);
+void hyper_post_backward(Context& c, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x,
+                         ConstTensorView y, ConstTensorView post);
 
 }  // namespace simd
 
 namespace device {
 
-void hyper_coefficients(Context& c, TensorView pre, TensorView post, TensorView comb, TensorView inv_rms, ConstTensorView raw, ConstTensorView x,
-                        const HyperWeights& w, const HyperShape& shape);
-// All of the backward of the coefficients and of the product with fn.
-void hyper_mix_backward(Context& c, TensorView dx_accum, const HyperGradients& dw, ConstTensorView dpre, ConstTensorView dpost, ConstTensorView dcomb,
-                        ConstTensorView raw, ConstTensorView inv_rms, ConstTensorView x, const HyperWeights& w, const HyperShape& shape);
-void hyper_pre(Context& c, TensorView h, ConstTensorView x, ConstTensorView pre);
-void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x, ConstTensorView pre);
+void hyper_feed(Context& c, const HyperFeed& feed, ConstTensorView x, const HyperWeights& w, const HyperShape& shape, ConstTensorView norm);
+void hyper_feed_backward(Context& c, TensorView dx, const HyperGradients& dw, ConstTensorView dh, ConstTensorView dpost, ConstTensorView dcomb,
+                         ConstTensorView dxout, ConstTensorView x, const HyperFeed& feed, const HyperWeights& w, const HyperShape& shape);
 void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb);
-void hyper_post_backward(Context& c, TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x, ConstTensorView y,
-                         ConstTensorView post, ConstTensorView comb);
+void hyper_post_backward(Context& c, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x,
+                         ConstTensorView y, ConstTensorView post);
 
 }  // namespace device
 

@@ -336,24 +336,39 @@ HWY_INLINE void Dots(const T* rows, const float* columns, int n, int64_t width, 
   }
 }
 
-template <int kN, typename T>
-void PreBackwardRows(TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x, ConstTensorView pre) {
+// sum_k weight[k] * grad[k]
+HWY_INLINE F32Vec Mixed(const F32Vec* weight, const F32Vec* grad, int n) {
+  F32Vec sum = hn::Mul(weight[0], grad[0]);
+  for (int k = 1; k < n; ++k) sum = hn::MulAdd(weight[k], grad[k], sum);
+  return sum;
+}
+
+template <int kN, bool kHead, typename T>
+void PreBackwardRows(TensorView dx, TensorView dpre, ConstTensorView dh, ConstTensorView dxout, ConstTensorView comb, ConstTensorView x,
+                     ConstTensorView pre) {
   const F32Tag d;
   const int n = kN > 0 ? kN : static_cast<int>(x.dim(1));
   const int64_t width = x.dim(2);
   for (int64_t t = 0; t < x.rows(); ++t) {
     const T* stream = x.ptr<T>() + t * x.row_stride;
     const float* g = dh.ptr<float>() + t * dh.row_stride;
-    float* dx = dx_accum.ptr<float>() + t * dx_accum.row_stride;
-    F32Vec p[kMaxStreams<kN>], acc[kMaxStreams<kN> * kLaneVectors];
+    float* dx_out = dx.ptr<float>() + t * dx.row_stride;
+    F32Vec p[kMaxStreams<kN>], acc[kMaxStreams<kN> * kLaneVectors], m[kMaxStreams<kN> * kMaxStreams<kN>];
     for (int j = 0; j < n; ++j) p[j] = hn::Set(d, pre.ptr<float>()[t * pre.row_stride + j]);
-    for (size_t i = 0; i < static_cast<size_t>(n) * kLaneVectors; ++i) acc[i] = hn::Zero(d);
+    for (F32Vec& v : acc) v = hn::Zero(d);
+    if constexpr (!kHead)
+      for (int i = 0; i < n * n; ++i) m[i] = hn::Set(d, comb.ptr<float>()[t * comb.row_stride + i]);
     ForRowLanes(width, [&](auto io, int64_t i, size_t v) HWY_ATTR {
       const F32Vec grad = io.Load(g + i);
+      F32Vec out[kMaxStreams<kN>];
+      if constexpr (!kHead)
+        for (int k = 0; k < n; ++k) out[k] = io.Load(dxout.ptr<float>() + t * dxout.row_stride + k * width + i);
       for (int j = 0; j < n; ++j) {
         const size_t at = static_cast<size_t>(j) * kLaneVectors + v;
         acc[at] = io.MulAdd(io.Load(stream + j * width + i), grad, acc[at]);
-        io.Store(hn::MulAdd(p[j], grad, io.Load(dx + j * width + i)), dx + j * width + i);
+        F32Vec through_post = hn::Zero(d);
+        if constexpr (!kHead) through_post = Mixed(m + j * n, out, n);
+        io.Store(hn::MulAdd(p[j], grad, through_post), dx_out + j * width + i);
       }
     });
     float* out = dpre.ptr<float>() + t * dpre.row_stride;
@@ -366,8 +381,8 @@ void PreBackwardRows(TensorView dx_accum, TensorView dpre, ConstTensorView dh, C
 }
 
 template <int kN, typename T>
-void PostBackwardRows(TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x,
-                      ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
+void PostBackwardRows(TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x, ConstTensorView y,
+                      ConstTensorView post) {
   // With 32 registers all sixteen sums of dcomb fit beside their operands; with 16 of half the width, one row's do.
   constexpr int kDotRows = kN == 4 && kLaneVectors == 1 ? 4 : 1;
   const F32Tag d;
@@ -377,21 +392,13 @@ void PostBackwardRows(TensorView dx, TensorView dy, TensorView dpost, TensorView
     const T* stream = x.ptr<T>() + t * x.row_stride;
     const T* branch = y.ptr<T>() + t * y.row_stride;
     const float* g = dxout.ptr<float>() + t * dxout.row_stride;
-    float* dx_out = dx.ptr<float>() + t * dx.row_stride;
     float* dy_out = dy.ptr<float>() + t * dy.row_stride;
-    F32Vec p[kMaxStreams<kN>], m[kMaxStreams<kN> * kMaxStreams<kN>];
+    F32Vec p[kMaxStreams<kN>];
     for (int k = 0; k < n; ++k) p[k] = hn::Set(d, post.ptr<float>()[t * post.row_stride + k]);
-    for (int i = 0; i < n * n; ++i) m[i] = hn::Set(d, comb.ptr<float>()[t * comb.row_stride + i]);
     ForRow(width, [&](auto io, int64_t i) HWY_ATTR {
       F32Vec grad[kMaxStreams<kN>];
       for (int k = 0; k < n; ++k) grad[k] = io.Load(g + k * width + i);
-      const auto mix = [&](const F32Vec* weight) HWY_ATTR {
-        F32Vec sum = hn::Mul(weight[0], grad[0]);
-        for (int k = 1; k < n; ++k) sum = hn::MulAdd(weight[k], grad[k], sum);
-        return sum;
-      };
-      for (int j = 0; j < n; ++j) io.Store(mix(m + j * n), dx_out + j * width + i);
-      io.Store(mix(p), dy_out + i);
+      io.Store(Mixed(p, grad, n), dy_out + i);
     });
     float* dcomb_out = dcomb.ptr<float>() + t * dcomb.row_stride;
     for (int j = 0; j < n; j += kDotRows) Dots<kN, kDotRows>(stream + j * width, g, n, width, dcomb_out + j * n);
@@ -423,17 +430,19 @@ void CoefficientsBackward(TensorView dx_accum, TensorView dlogits, ConstTensorVi
 void Pre(TensorView h, ConstTensorView x, ConstTensorView pre) {
   ForStreamsAndType(x, [&](auto n, auto t) HWY_ATTR { PreRows<n, decltype(t)>(h, x, pre); });
 }
-void PreBackward(TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x, ConstTensorView pre) {
-  ForStreamsAndType(x, [&](auto n, auto t) HWY_ATTR { PreBackwardRows<n, decltype(t)>(dx_accum, dpre, dh, x, pre); });
+void PreBackward(TensorView dx, TensorView dpre, ConstTensorView dh, ConstTensorView dxout, ConstTensorView comb, ConstTensorView x,
+                 ConstTensorView pre) {
+  ForStreamsAndType(x, [&](auto n, auto t) HWY_ATTR {
+    comb.empty() ? PreBackwardRows<n, true, decltype(t)>(dx, dpre, dh, dxout, comb, x, pre)
+                 : PreBackwardRows<n, false, decltype(t)>(dx, dpre, dh, dxout, comb, x, pre);
+  });
 }
 void Post(TensorView xout, ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
   ForStreamsAndType(x, [&](auto n, auto t) HWY_ATTR { PostRows<n, decltype(t)>(xout, x, y, post, comb); });
 }
-void PostBackward(TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x,
-                  ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
-  ForStreamsAndType(x, [&](auto n, auto t) HWY_ATTR {
-    PostBackwardRows<n, decltype(t)>(dx, dy, dpost, dcomb, dxout, x, y, post, comb);
-  });
+void PostBackward(TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x, ConstTensorView y,
+                  ConstTensorView post) {
+  ForStreamsAndType(x, [&](auto n, auto t) HWY_ATTR { PostBackwardRows<n, decltype(t)>(dy, dpost, dcomb, dxout, x, y, post); });
 }
 
 }  // namespace
@@ -497,12 +506,11 @@ void hyper_pre(Context& c, TensorView h, ConstTensorView x, ConstTensorView pre)
   });
 }
 
-void hyper_pre_backward(Context& c, TensorView dx_accum, TensorView dpre, ConstTensorView dh, ConstTensorView x,
-                        ConstTensorView pre) {
+void hyper_pre_backward(Context& c, TensorView dx, TensorView dpre, ConstTensorView dh, ConstTensorView dxout, ConstTensorView comb,
+                        ConstTensorView x, ConstTensorView pre) {
   parallel_for(c, x.rows(), 20 + x.dim(1) * x.dim(2) / 4, [&](int64_t begin, int64_t end, int) {
-    const int64_t count = end - begin;
-    HWY_DYNAMIC_DISPATCH(PreBackward)(dx_accum.slice(begin, count), dpre.slice(begin, count), dh.slice(begin, count),
-                                      x.slice(begin, count), pre.slice(begin, count));
+    const auto part = [&](auto v) { return v.empty() ? v : v.slice(begin, end - begin); };
+    HWY_DYNAMIC_DISPATCH(PreBackward)(part(dx), part(dpre), part(dh), part(dxout), part(comb), part(x), part(pre));
   });
 }
 
@@ -514,13 +522,11 @@ void hyper_post(Context& c, TensorView xout, ConstTensorView x, ConstTensorView 
   });
 }
 
-void hyper_post_backward(Context& c, TensorView dx, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout,
-                         ConstTensorView x, ConstTensorView y, ConstTensorView post, ConstTensorView comb) {
+void hyper_post_backward(Context& c, TensorView dy, TensorView dpost, TensorView dcomb, ConstTensorView dxout, ConstTensorView x,
+                         ConstTensorView y, ConstTensorView post) {
   parallel_for(c, x.rows(), 100 + x.dim(1) * x.dim(2) / 2, [&](int64_t begin, int64_t end, int) {
-    const int64_t count = end - begin;
-    HWY_DYNAMIC_DISPATCH(PostBackward)(dx.slice(begin, count), dy.slice(begin, count), dpost.slice(begin, count),
-                                       dcomb.slice(begin, count), dxout.slice(begin, count), x.slice(begin, count),
-                                       y.slice(begin, count), post.slice(begin, count), comb.slice(begin, count));
+    const auto part = [&](auto v) { return v.slice(begin, end - begin); };
+    HWY_DYNAMIC_DISPATCH(PostBackward)(part(dy), part(dpost), part(dcomb), part(dxout), part(x), part(y), part(post));
   });
 }
 

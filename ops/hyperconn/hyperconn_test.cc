@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "ops/hyperconn/hyperconn_cpu.h"
+#include "ops/rmsnorm/rmsnorm.h"
 #include "ops/testing.h"
 
 namespace lockstep {
@@ -113,20 +114,23 @@ struct Site {
 };
 
 struct Mixed {
-  Tensor pre, post, comb, raw, inv_rms;
+  Tensor pre, post, comb, raw, inv_rms, h, norm_inv, u, norm;
 
   Mixed(CpuContext& c, const Site& s) {
-    const int64_t n = s.shape.streams;
-    pre = Tensor(DType::f32, {s.rows(), n});
-    raw = Tensor(DType::f32, {s.rows(), s.logits()});
-    inv_rms = Tensor(DType::f32, {s.rows()});
-    if (s.head) {
-      hyper_head_mix(c, pre, raw, inv_rms, s.x, s.weights(), s.shape);
-      return;
-    }
-    post = Tensor(DType::f32, {s.rows(), n});
-    comb = Tensor(DType::f32, {s.rows(), n * n});
-    hyper_mix(c, pre, post, comb, raw, inv_rms, s.x, s.weights(), s.shape);
+    const int64_t n = s.shape.streams, rows = s.rows(), width = s.x.view().dim(2);
+    const DType dtype = s.x.view().dtype;
+    pre = Tensor(DType::f32, {rows, n});
+    raw = Tensor(DType::f32, {rows, s.logits()});
+    inv_rms = Tensor(DType::f32, {rows});
+    h = Tensor(dtype, {rows, width}), u = Tensor(dtype, {rows, width});
+    norm_inv = Tensor(DType::f32, {rows});
+    norm = testing::random_tensor(77, DType::f32, {width});
+    if (!s.head) post = Tensor(DType::f32, {rows, n}), comb = Tensor(DType::f32, {rows, n * n});
+    hyper_feed(c, feed(), s.x, s.weights(), s.shape, norm);
+  }
+  HyperFeed feed() const {
+    const auto view = [](const Tensor& t) { return t.view(); };
+    return {.pre = view(pre), .post = view(post), .comb = view(comb), .raw = view(raw), .inv_rms = view(inv_rms), .h = view(h), .norm_inv = view(norm_inv), .u = view(u)};
   }
 };
 
@@ -207,7 +211,7 @@ TEST(Hyperconn, PreAndPostMatchTheFormula) {
                    post = testing::random_tensor(4, DType::f32, {k.rows, n});
       const Tensor comb = testing::random_tensor(5, DType::f32, {k.rows, n * n});
       Tensor h(dtype, {k.rows, k.width}), xout(dtype, {k.rows, n, k.width});
-      hyper_pre(c, h, x, pre);
+      simd::hyper_pre(c, h, x, pre);
       hyper_post(c, xout, x, y, post, comb);
       const double storage = dtype == DType::bf16 ? 0x1p-8 : 0;
       for (int64_t t = 0; t < k.rows; ++t)
@@ -268,8 +272,8 @@ TEST(Hyperconn, MixBackwardIsTheGradient) {
     const Tensor dbase_start = testing::random_tensor(16, DType::f32, s.base.view().shape);
     const Tensor dscale_start = testing::random_tensor(17, DType::f32, s.scale.view().shape);
     const auto run = [&](Tensor& dx, const HyperGradients& dw) {
-      if (k.head) hyper_head_mix_backward(c, dx, dw, dpre, m.raw, m.inv_rms, s.x, s.weights(), s.shape);
-      else hyper_mix_backward(c, dx, dw, dpre, dpost, dcomb, m.raw, m.inv_rms, s.x, s.weights(), s.shape);
+      const auto of_site = [&](ConstTensorView v) { return k.head ? ConstTensorView() : v; };
+      simd::hyper_mix_backward(c, dx, dw, dpre, of_site(dpost), of_site(dcomb), m.raw, m.inv_rms, s.x, s.weights(), s.shape);
     };
     Tensor dx = testing::to_dtype(dx_start, DType::f32), dfn = testing::to_dtype(dfn_start, DType::f32);
     Tensor dbase = testing::to_dtype(dbase_start, DType::f32), dscale = testing::to_dtype(dscale_start, DType::f32);
@@ -337,11 +341,11 @@ TEST(Hyperconn, PreAndPostBackwardAreTheGradients) {
     const Tensor comb = testing::random_tensor(5, DType::f32, {rows, n * n});
     const Tensor dh = testing::random_tensor(6, DType::f32, {rows, width}),
                  dxout = testing::random_tensor(7, DType::f32, {rows, n, width});
-    Tensor dx_post = testing::random_tensor(8, DType::f32, {rows, n, width}), dy(DType::f32, {rows, width});  // dx is overwritten
-    Tensor dpost(DType::f32, {rows, n}), dcomb(DType::f32, {rows, n * n}), dpre(DType::f32, {rows, n});
-    hyper_post_backward(c, dx_post, dy, dpost, dcomb, dxout, x, y, post, comb);
-    Tensor dx = testing::to_dtype(dx_post, DType::f32);
-    hyper_pre_backward(c, dx, dpre, dh, x, pre);
+    Tensor dx = testing::random_tensor(8, DType::f32, {rows, n, width}), dx_pre = testing::random_tensor(9, DType::f32, {rows, n, width});  // overwritten
+    Tensor dy(DType::f32, {rows, width}), dpost(DType::f32, {rows, n}), dcomb(DType::f32, {rows, n * n}), dpre(DType::f32, {rows, n});
+    hyper_post_backward(c, dy, dpost, dcomb, dxout, x, y, post);
+    simd::hyper_pre_backward(c, dx_pre, dpre, dh, {}, {}, x, pre);  // the head's form
+    simd::hyper_pre_backward(c, dx, dpre, dh, dxout, comb, x, pre);
 
     std::vector<double> xd = doubles(x), yd = doubles(y), pred = doubles(pre), postd = doubles(post), combd = doubles(comb);
     const auto post_loss = [&] {
@@ -366,9 +370,9 @@ TEST(Hyperconn, PreAndPostBackwardAreTheGradients) {
     const double mixing = static_cast<double>(n * n) * kUnit,
                  dots = (static_cast<double>(width) / 16 + 6) * static_cast<double>(width) * kUnit;
     for (int64_t i = 0; i < x.elements(); ++i) {
-      const double want = slope(post_loss, xd[i], 1);
-      EXPECT_NEAR(dx_post.get(i), want, mixing);
-      EXPECT_NEAR(dx.get(i), want + slope(pre_loss, xd[i], 1), mixing + static_cast<double>(n + 1) * kUnit);
+      const double through_pre = slope(pre_loss, xd[i], 1);
+      EXPECT_NEAR(dx_pre.get(i), through_pre, static_cast<double>(n + 1) * kUnit);
+      EXPECT_NEAR(dx.get(i), slope(post_loss, xd[i], 1) + through_pre, mixing + static_cast<double>(n + 1) * kUnit);
     }
     for (int64_t i = 0; i < dy.elements(); ++i) EXPECT_NEAR(dy.get(i), slope(post_loss, yd[i], 1), mixing);
     for (int64_t i = 0; i < dpost.elements(); ++i) EXPECT_NEAR(dpost.get(i), slope(post_loss, postd[i], 1), dots);
@@ -408,7 +412,7 @@ std::vector<Tensor> run_kernels(bool simd, Context& c, DType dtype, const Sizes&
          inv(DType::f32, {rows});
   Tensor dlogits = wide(DType::f32, z_shape), dx = wide(DType::f32, x_shape), h = wide(dtype, h_shape),
          xout = wide(dtype, x_shape);
-  Tensor dx_pre = wide(DType::f32, x_shape), dpre_out = wide(DType::f32, n_shape), dx_post = wide(DType::f32, x_shape);
+  Tensor dx_pre = wide(DType::f32, x_shape), dpre_out = wide(DType::f32, n_shape);
   Tensor dy = wide(DType::f32, h_shape), dpost_out = wide(DType::f32, n_shape), dcomb_out = wide(DType::f32, nn_shape);
   const TensorView post_view = head ? TensorView() : inside(post, n_shape),
                    comb_view = head ? TensorView() : inside(comb, nn_shape);
@@ -418,15 +422,14 @@ std::vector<Tensor> run_kernels(bool simd, Context& c, DType dtype, const Sizes&
       c, inside(dx, x_shape), inside(dlogits, z_shape), dpre, dpost, dcomb, raw, inv, x, s.weights(), s.shape);
   const ConstTensorView p = inside(pre, n_shape), q = inside(post, n_shape), m = inside(comb, nn_shape);
   (simd ? simd::hyper_pre : reference::hyper_pre)(c, inside(h, h_shape), x, p);
-  (simd ? simd::hyper_pre_backward : reference::hyper_pre_backward)(c, inside(dx_pre, x_shape), inside(dpre_out, n_shape), dh, x,
-                                                                    p);
+  const ConstTensorView through = head ? ConstTensorView() : dxout, through_comb = head ? ConstTensorView() : m;
+  (simd ? simd::hyper_pre_backward : reference::hyper_pre_backward)(c, inside(dx_pre, x_shape), inside(dpre_out, n_shape), dh, through, through_comb, x, p);
   (simd ? simd::hyper_post : reference::hyper_post)(c, inside(xout, x_shape), x, y, q, m);
-  (simd ? simd::hyper_post_backward : reference::hyper_post_backward)(c, inside(dx_post, x_shape), inside(dy, h_shape),
-                                                                      inside(dpost_out, n_shape), inside(dcomb_out, nn_shape),
-                                                                      dxout, x, y, q, m);
+  (simd ? simd::hyper_post_backward : reference::hyper_post_backward)(c, inside(dy, h_shape), inside(dpost_out, n_shape), inside(dcomb_out, nn_shape),
+                                                                      dxout, x, y, q);
   std::vector<Tensor> out;
   for (Tensor* t :
-       {&pre, &post, &comb, &inv, &dlogits, &dx, &h, &xout, &dx_pre, &dpre_out, &dx_post, &dy, &dpost_out, &dcomb_out})
+       {&pre, &post, &comb, &inv, &dlogits, &dx, &h, &xout, &dx_pre, &dpre_out, &dy, &dpost_out, &dcomb_out})
     out.push_back(std::move(*t));
   return out;
 }
@@ -450,34 +453,77 @@ TEST(Hyperconn, SimdGivesTheReferencesBits) {
       }
 }
 
+// The parts said plainly, one after the other: hyper_feed and its backward have these bits, also where a chain's last segment is a part of one.
+TEST(Hyperconn, FeedIsItsParts) {
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const bool head : {false, true})
+      for (const Sizes& k : {Sizes{5, 3, 33}, Sizes{3, 4, 128}, Sizes{2, 4, 129}, Sizes{4, 4, 300}}) {
+        CpuContext c(2);
+        const Site s(1, dtype, k.rows, k.streams, k.width, head, 5);
+        const Mixed m(c, s);
+        const int64_t rows = k.rows, n = k.streams, elements = n * k.width;
+        const auto of_site = [&](const Tensor& t) { return head ? TensorView() : t.view(); };
+        Tensor pre(DType::f32, {rows, n}), post(DType::f32, {rows, n}), comb(DType::f32, {rows, n * n}), raw(DType::f32, {rows, s.logits()}), inv(DType::f32, {rows});
+        for (int64_t t = 0; t < rows; ++t)
+          for (int64_t r = 0; r < s.logits(); ++r) {
+            float sum = 0;
+            for (int64_t begin = 0; begin < elements; begin += kHyperSegment) {
+              float chain = 0;
+              for (int64_t i = begin; i < std::min(elements, begin + kHyperSegment); ++i)
+                chain = std::fmaf(static_cast<float>(s.x.get(t * elements + i)), static_cast<float>(s.fn.get(r * elements + i)), chain);
+              sum += chain;
+            }
+            raw.set(t * s.logits() + r, sum);
+          }
+        reference::hyper_coefficients(c, pre, of_site(post), of_site(comb), inv, raw, s.x, s.weights(), s.shape);
+        Tensor h(dtype, {rows, k.width}), u(dtype, {rows, k.width}), norm_inv(DType::f32, {rows});
+        reference::hyper_pre(c, h, s.x, pre);
+        rmsnorm(c, u, norm_inv, h, m.norm, s.shape.norm_eps);
+        int output = 0;
+        for (const auto& [got, want] : {std::pair(&m.pre, &pre), {&m.raw, &raw}, {&m.inv_rms, &inv}, {&m.h, &h}, {&m.u, &u}, {&m.norm_inv, &norm_inv}})
+          EXPECT_EQ(testing::count_bit_differences(*got, *want), 0) << "output " << output++;
+        if (!head) {
+          EXPECT_EQ(testing::count_bit_differences(m.post, post) + testing::count_bit_differences(m.comb, comb), 0);
+        }
+
+        const Tensor dh = testing::random_tensor(21, DType::f32, {rows, k.width}), dxout = testing::random_tensor(22, DType::f32, {rows, n, k.width});
+        const Tensor dpost = testing::random_tensor(23, DType::f32, {rows, n}), dcomb = testing::random_tensor(24, DType::f32, {rows, n * n});
+        Tensor dx(DType::f32, {rows, n, k.width}), dx_parts(DType::f32, {rows, n, k.width}), dpre(DType::f32, {rows, n});
+        hyper_feed_backward(c, dx, {}, dh, of_site(dpost), of_site(dcomb), of_site(dxout), s.x, m.feed(), s.weights(), s.shape);
+        reference::hyper_pre_backward(c, dx_parts, dpre, dh, of_site(dxout), of_site(comb), s.x, pre);
+        simd::hyper_mix_backward(c, dx_parts, {}, dpre, of_site(dpost), of_site(dcomb), raw, inv, s.x, s.weights(), s.shape);
+        EXPECT_EQ(testing::count_bit_differences(dx, dx_parts), 0);
+      }
+}
+
 TEST(Hyperconn, RowContract) {
   CpuContext c(2);
   const int64_t rows = 70, n = 4, width = 24;
   const Site s(1, DType::bf16, rows, n, width);
   const Mixed all(c, s);
-  const Tensor dpre = testing::random_tensor(2, DType::f32, {rows, n}), dpost = testing::random_tensor(3, DType::f32, {rows, n});
-  const Tensor dcomb = testing::random_tensor(4, DType::f32, {rows, n * n});
+  const Tensor dh = testing::random_tensor(2, DType::f32, {rows, width}), dpost = testing::random_tensor(3, DType::f32, {rows, n});
+  const Tensor dcomb = testing::random_tensor(4, DType::f32, {rows, n * n}), dxout = testing::random_tensor(5, DType::f32, {rows, n, width});
   Tensor dx(DType::f32, {rows, n, width});
-  hyper_mix_backward(c, dx, {}, dpre, dpost, dcomb, all.raw, all.inv_rms, s.x, s.weights(), s.shape);
+  hyper_feed_backward(c, dx, {}, dh, dpost, dcomb, dxout, s.x, all.feed(), s.weights(), s.shape);
   Philox rng(9, RngPurpose::test);
   for (int trial = 0; trial < 30; ++trial) {
     const int64_t begin = rng.below(rows), count = 1 + rng.below(static_cast<uint32_t>(rows - begin));
     const auto part = [&](const Tensor& v) { return ConstTensorView(v).slice(begin, count); };
-    Tensor pre(DType::f32, {count, n}), post(DType::f32, {count, n}), comb(DType::f32, {count, n * n});
-    Tensor raw(DType::f32, {count, (2 + n) * n}), inv(DType::f32, {count}), part_dx(DType::f32, {count, n, width});
-    hyper_mix(c, pre, post, comb, raw, inv, part(s.x), s.weights(), s.shape);
-    hyper_mix_backward(c, part_dx, {}, part(dpre), part(dpost), part(dcomb), raw, inv, part(s.x), s.weights(), s.shape);
-    EXPECT_EQ(testing::count_bit_differences(pre, part(all.pre)), 0);
-    EXPECT_EQ(testing::count_bit_differences(post, part(all.post)), 0);
-    EXPECT_EQ(testing::count_bit_differences(comb, part(all.comb)), 0);
+    Site some(1, DType::bf16, count, n, width);  // the same weights
+    for (int64_t i = 0; i < some.x.elements(); ++i) some.x.set(i, s.x.get(begin * n * width + i));
+    const Mixed m(c, some);
+    Tensor part_dx(DType::f32, {count, n, width});
+    hyper_feed_backward(c, part_dx, {}, part(dh), part(dpost), part(dcomb), part(dxout), some.x, m.feed(), s.weights(), s.shape);
+    for (const auto& [got, want] : {std::pair(&m.pre, &all.pre), {&m.post, &all.post}, {&m.comb, &all.comb}, {&m.u, &all.u}})
+      EXPECT_EQ(testing::count_bit_differences(*got, part(*want)), 0);
     EXPECT_EQ(testing::count_bit_differences(part_dx, part(dx)), 0);
   }
 }
 
 TEST(Hyperconn, ParameterGradientsDoNotDependOnThreads) {
   const Site s(1, DType::bf16, 300, 4, 64);
-  const Tensor dpre = testing::random_tensor(2, DType::f32, {300, 4}), dpost = testing::random_tensor(3, DType::f32, {300, 4});
-  const Tensor dcomb = testing::random_tensor(4, DType::f32, {300, 16});
+  const Tensor dh = testing::random_tensor(2, DType::f32, {300, 64}), dpost = testing::random_tensor(3, DType::f32, {300, 4});
+  const Tensor dcomb = testing::random_tensor(4, DType::f32, {300, 16}), dxout = testing::random_tensor(5, DType::f32, {300, 4, 64});
   std::vector<Tensor> first;
   for (int threads = 1; threads <= 4; ++threads) {
     CpuContext c(threads);
@@ -487,8 +533,7 @@ TEST(Hyperconn, ParameterGradientsDoNotDependOnThreads) {
     out.emplace_back(DType::f32, s.fn.view().shape);
     out.emplace_back(DType::f32, s.base.view().shape);
     out.emplace_back(DType::f32, s.scale.view().shape);
-    hyper_mix_backward(c, out[0], {.fn = out[1], .base = out[2], .scale = out[3]}, dpre, dpost, dcomb, m.raw, m.inv_rms, s.x,
-                       s.weights(), s.shape);
+    hyper_feed_backward(c, out[0], {.fn = out[1], .base = out[2], .scale = out[3]}, dh, dpost, dcomb, dxout, s.x, m.feed(), s.weights(), s.shape);
     if (threads == 1) first = std::move(out);
     else
       for (size_t i = 0; i < first.size(); ++i) EXPECT_EQ(testing::count_bit_differences(out[i], first[i]), 0) << threads << i;
@@ -499,22 +544,27 @@ TEST(HyperconnDeath, ChecksShapesAndTypes) {
   CpuContext c;
   const Site s(1, DType::f32, 2, 4, 8);
   const Mixed m(c, s);
-  Tensor pre(DType::f32, {2, 4}), post(DType::f32, {2, 4}), comb(DType::f32, {2, 16}), raw(DType::f32, {2, 24}),
-      inv(DType::f32, {2});
-  Tensor h(DType::f32, {2, 8}), half(DType::bf16, {2, 8}), x9(DType::f32, {2, 9, 8}), dx(DType::f32, {2, 4, 8});
-  EXPECT_DEATH(hyper_mix(c, pre, post, pre, raw, inv, s.x, s.weights(), s.shape),
-               "comb is f32 \\[2, 4\\], wanted f32 \\[2, 16\\]");
-  EXPECT_DEATH(hyper_mix(c, pre, post, comb, comb, inv, s.x, s.weights(), s.shape), "raw is f32 \\[2, 16\\]");
-  EXPECT_DEATH(hyper_head_mix(c, pre, pre, inv, s.x, s.weights(), s.shape), "base is f32 \\[24\\], wanted f32 \\[4\\]");
-  EXPECT_DEATH(hyper_mix(c, pre, post, comb, raw, inv, s.x, s.weights(), {.streams = 3}), "3 streams");
-  EXPECT_DEATH(
-      hyper_mix_backward(c, dx, {.fn = dx, .base = {}, .scale = {}}, pre, post, comb, raw, inv, s.x, s.weights(), s.shape),
-      "dw.fn is f32 \\[2, 4, 8\\]");
-  EXPECT_DEATH(hyper_pre(c, half, s.x, pre), "h is bf16");
-  EXPECT_DEATH(hyper_pre(c, h, x9, pre), "x is f32 \\[2, 9, 8\\]");
-  EXPECT_DEATH(hyper_pre_backward(c, dx, comb, h, s.x, pre), "dpre is f32 \\[2, 16\\]");
-  EXPECT_DEATH(hyper_post(c, dx, s.x, half, post, comb), "y is bf16");
-  EXPECT_DEATH(hyper_post_backward(c, dx, h, post, comb, dx, s.x, h, post, comb), "dx is dxout");
+  Tensor h(DType::f32, {2, 8}), half(DType::bf16, {2, 8}), x9(DType::f32, {2, 9, 8}), dx(DType::f32, {2, 4, 8}), dxout(DType::f32, {2, 4, 8});
+  const auto with = [&](auto change) {
+    HyperFeed f = m.feed();
+    change(f);
+    return f;
+  };
+  const auto feed = [&](const HyperFeed& f, const HyperShape& shape) { hyper_feed(c, f, s.x, s.weights(), shape, m.norm); };
+  EXPECT_DEATH(feed(with([](HyperFeed& f) { f.comb = f.pre; }), s.shape), "comb is f32 \\[2, 4\\], wanted f32 \\[2, 16\\]");
+  EXPECT_DEATH(feed(with([](HyperFeed& f) { f.raw = f.comb; }), s.shape), "raw is f32 \\[2, 16\\]");
+  EXPECT_DEATH(feed(with([](HyperFeed& f) { f.comb = f.post = {}, f.raw = f.pre; }), s.shape), "base is f32 \\[24\\], wanted f32 \\[4\\]");
+  EXPECT_DEATH(feed(with([&](HyperFeed& f) { f.h = half; }), s.shape), "h is bf16");
+  EXPECT_DEATH(feed(m.feed(), {.streams = 3}), "3 streams");
+  EXPECT_DEATH(hyper_feed(c, m.feed(), x9, s.weights(), s.shape, m.norm), "x is f32 \\[2, 9, 8\\]");
+  const auto backward = [&](TensorView to, const HyperGradients& dw, ConstTensorView dh) {
+    hyper_feed_backward(c, to, dw, dh, m.post, m.comb, dxout, s.x, m.feed(), s.weights(), s.shape);
+  };
+  EXPECT_DEATH(backward(dx, {.fn = dx, .base = {}, .scale = {}}, h), "dw.fn is f32 \\[2, 4, 8\\]");
+  EXPECT_DEATH(backward(dx, {}, dx), "dh is f32 \\[2, 4, 8\\]");
+  EXPECT_DEATH(backward(dxout, {}, h), "dx is dxout");
+  EXPECT_DEATH(hyper_post(c, dx, s.x, half, m.post, m.comb), "y is bf16");
+  EXPECT_DEATH(hyper_post_backward(c, h, m.comb, m.comb, dxout, s.x, h, m.post), "dpost is f32 \\[2, 16\\]");
 }
 
 }  // namespace

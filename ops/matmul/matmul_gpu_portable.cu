@@ -455,7 +455,7 @@ void set_scales(Product& p, const WeightView& w) {
 void forward(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
   const int64_t k = x.dim(1);
   if (y.shape.elements() == 0) return;
-  if (offsets.data == nullptr && thin::supports(x, w, k_segment)) return thin::matmul(c, y, x, w.rows);
+  if (offsets.data == nullptr && k_segment == 0 && thin::supports(x, w)) return thin::matmul(c, y, x, w.rows);
   Product p = {.a = x.data, .b = w.rows.data, .y = y.data, .a_stride = x.row_stride, .b_stride = row_stride(w.rows), .y_stride = y.row_stride,
                .a_type = x.dtype, .b_type = w.rows.dtype, .y_type = y.dtype,
                .rows = static_cast<int>(x.rows()), .cols = static_cast<int>(y.dim(1)), .chain = static_cast<int>(k)};

@@ -1,13 +1,13 @@
 // Products with thin weights in f32, at most kThinRows rows: the hyper-connections' fn [24, n D]. Portable, the CPU's bits: an output is one chain of fused
-// multiply-adds, its index ascending.
+// multiply-adds, its index ascending, or one a segment of K, left for the caller to add up.
 //
 // Both operands come through shared memory by copies in the background, several stages ahead, as they are; bf16 is widened on its way to registers.
-//   forward          lanes are 4 rows x 8 columns, a thread having Rows x Cols of each, the next links of the chain already on their way from shared memory.
-//                    A few rows wait for their chains alone (a chain a thread, blocks of 4 x 8 outputs); many share what they load.
-//   weight gradient  a thread has 4 rows x 4 columns, a block 24 x 64, so that 8192 columns are about one block a multiprocessor.
-// Shared memory gives registers 128 bytes a cycle, which tiles of threads must not exceed: 1.7 bytes a multiply-add going forward, 1.5 in the gradient.
+//   forward          a block has one segment of some rows and all of 24 columns. A few rows wait for their chains, so a thread has three, and more blocks than
+//                    multiprocessors have the segments; many rows share what they load, a thread having 4 x 6 chains.
+//   weight gradient  a thread has 6 rows x 2 columns, a block 24 x 64, so that 8192 columns are about one block a multiprocessor and one wave a scheduler.
 //
-// Floors for N = 24, K = 8192: a chain of 8192 links x 4 cycles, 19 us; 8192 rows take 1.6 G multiply-adds, 54 us, and the bytes of x / 4 TB/s, 34 us.
+// Floors for N = 24, K = 8192: a chain of 256 links x 4 cycles, 0.6 us (of all of K, 19 us; so too the weight gradient's, over 8192 rows); 8192 rows take 1.6 G
+// multiply-adds, 54 us, and the bytes of x / 4 TB/s, 34 us.
 
 #include "core/gpu.h"
 #include "ops/matmul/matmul_cpu.h"
@@ -35,18 +35,20 @@ GPU_INLINE void load_widened(float (&to)[Count], Shared<T> from, int at) {
 struct Forward {
   const void* x;
   const float* w;
-  void* y;
-  int64_t x_stride, w_stride, y_stride;
-  int rows, cols, chain;
+  void* y;  // of segment s at s * y_segment
+  int64_t x_stride, w_stride, y_stride, y_segment;
+  int rows, cols, chain, segment, segments;
   bool y_is_f32;
 };
 
-// Step links of the chain a stage, Group of them in registers at once.
-template <int Rows, int Cols, int Waves, int Step, int Stages, int Group>
+// A thread has Rows x Cols chains of one segment, lanes along rows and columns of them as told; Step links a stage, Group of them in registers at once, the next
+// ones already on their way if Ahead.
+template <int Rows, int Cols, int RowLanes, int ColLanes, int Step, int Stages, int Group, bool Ahead>
 struct ForwardTile {
   static constexpr int kRows = Rows, kCols = Cols, kStep = Step, kStages = Stages, kGroup = Group;
-  static constexpr int kRowLanes = 4, kColLanes = 8, kThreads = Waves * kRowLanes * kColLanes;
-  static constexpr int kM = Rows * kRowLanes * Waves, kN = Cols * kColLanes;
+  static constexpr bool kAhead = Ahead;
+  static constexpr int kRowLanes = RowLanes, kColLanes = ColLanes, kThreads = RowLanes * ColLanes;
+  static constexpr int kM = Rows * RowLanes, kN = Cols * ColLanes;
   // A chunk between lines puts those of the lanes into different banks.
   template <typename X>
   static constexpr int kXLine = Step + kChunkBytes / static_cast<int>(sizeof(X));
@@ -54,9 +56,10 @@ struct ForwardTile {
   template <typename X>
   static constexpr size_t kSharedBytes = Stages * (sizeof(X) * kM * kXLine<X> + sizeof(float) * kN * kWLine);
 };
-using Few = ForwardTile<1, 1, 1, 256, 5, 16>;
-using Many = ForwardTile<4, 3, 4, 128, 3, 8>;
-constexpr int64_t kManyRows = 2048;  // from here on tiles of Many cover half of a device
+using Few = ForwardTile<1, 3, 8, 8, 128, 3, 8, true>;
+using Many = ForwardTile<4, 6, 32, 4, 32, 3, 8, false>;
+constexpr int64_t kManyRows = 256;  // from here on blocks of Many are enough
+constexpr int kWholeLinks = 16;     // chains and segments are multiples of it
 
 template <typename T, typename X>
 GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
@@ -65,7 +68,9 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
   SharedMemory memory;
   const Shared<X> xs = memory.take<X>(T::kStages * T::kM * kXLine);
   const Shared<float> ws = memory.take<float>(T::kStages * T::kN * kWLine);
-  const int row0 = block_x() * T::kM, col0 = block_y() * T::kN, thread = thread_x();
+  const int segment = block_y() % p.segments, thread = thread_x();
+  const int row0 = block_x() * T::kM, col0 = block_y() / p.segments * T::kN, link0 = segment * p.segment;
+  const int chain = p.chain - link0 < p.segment ? p.chain - link0 : p.segment;
 
   // Lines [0, Lines) of an operand from line0 on, the last again for those past it, links [at, chain).
   const auto copy = [&](auto to, int line_size, auto words, auto lines, const auto* from, int64_t stride, int line0, int num_lines, int at) {
@@ -73,15 +78,15 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
 #pragma unroll
     for (int c = 0; c < kChunks; c += T::kThreads) {
       const int chunk = c + thread, line = chunk / kAcross, link = chunk % kAcross * decltype(words)::value;
-      if ((kChunks % T::kThreads != 0 && chunk >= kChunks) || at + link >= p.chain) continue;
+      if ((kChunks % T::kThreads != 0 && chunk >= kChunks) || at + link >= chain) continue;
       const int source = line0 + line < num_lines ? line0 + line : num_lines - 1;
-      copy_async(to, line * line_size + link, from + source * stride + at + link);
+      copy_async(to, line * line_size + link, from + source * stride + link0 + at + link);
     }
   };
   const auto bring = [&](int stage, int at) {
     using XWords = std::integral_constant<int, kXWords>;
     using WWords = std::integral_constant<int, kWWords>;
-    if (at < p.chain) {
+    if (at < chain) {
       copy(xs.from(stage * T::kM * kXLine), kXLine, XWords(), std::integral_constant<int, T::kM>(), static_cast<const X*>(p.x), p.x_stride, row0, p.rows, at);
       copy(ws.from(stage * T::kN * kWLine), kWLine, WWords(), std::integral_constant<int, T::kN>(), p.w, p.w_stride, col0, p.cols, at);
     }
@@ -89,7 +94,7 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
   };
 
   const int row_lane = thread / T::kColLanes, col_lane = thread % T::kColLanes;
-  const auto row_of = [&](int r) { return r * (T::kM / T::kRows) + row_lane; };
+  const auto row_of = [&](int r) { return r * T::kRowLanes + row_lane; };
   const auto col_of = [&](int c) { return c * T::kColLanes + col_lane; };
   struct Links {
     float x[T::kRows][T::kGroup], w[T::kCols][T::kGroup];
@@ -98,7 +103,7 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
 #pragma unroll
   for (int s = 0; s + 1 < T::kStages; ++s) bring(s, s * T::kStep);
   int stage = 0;
-  for (int at = 0; at < p.chain; at += T::kStep) {
+  for (int at = 0; at < chain; at += T::kStep) {
     copy_wait<T::kStages - 2>();
     sync_block();
     bring(stage == 0 ? T::kStages - 1 : stage - 1, at + (T::kStages - 1) * T::kStep);
@@ -118,14 +123,25 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
 #pragma unroll
           for (int c = 0; c < T::kCols; ++c) acc[r][c] = fma(links.x[r][k], links.w[c][k], acc[r][c]);
     };
-    const int count = p.chain - at < T::kStep ? p.chain - at : T::kStep;
     Links now, next;
-    load(now, 0);
-#pragma unroll 2
-    for (int k = 0; k < count; k += T::kGroup) {
-      load(next, k + T::kGroup < count ? k + T::kGroup : k);
-      multiply(now);
-      now = next;
+    if (chain - at >= T::kStep) {  // a whole stage is one piece of code, so that nothing is copied between registers
+      if constexpr (T::kAhead) load(now, 0);
+#pragma unroll
+      for (int k = 0; k < T::kStep; k += T::kGroup) {
+        if constexpr (T::kAhead) {
+          if (k + T::kGroup < T::kStep) load(next, k + T::kGroup);
+          multiply(now);
+          now = next;
+        } else {
+          load(now, k);
+          multiply(now);
+        }
+      }
+    } else {
+      for (int k = 0; k < chain - at; k += T::kGroup) {
+        load(now, k);
+        multiply(now);
+      }
     }
     stage = stage + 1 == T::kStages ? 0 : stage + 1;
   }
@@ -135,7 +151,7 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
     for (int c = 0; c < T::kCols; ++c) {
       const int row = row0 + row_of(r), col = col0 + col_of(c);
       if (row >= p.rows || col >= p.cols) continue;
-      const int64_t i = row * p.y_stride + col;
+      const int64_t i = row * p.y_stride + segment * p.y_segment + col;
       if (p.y_is_f32) static_cast<float*>(p.y)[i] = acc[r][c];
       else static_cast<bf16*>(p.y)[i] = to_bf16(acc[r][c]);
     }
@@ -148,7 +164,8 @@ struct WeightGradient {
   int rows, cols, chain;
 };
 
-constexpr int kGradRows = 4, kGradCols = 4, kGradLineRows = 24, kGradLineCols = 64;  // of a thread and of a block
+constexpr int kGradRows = 6, kGradCols = 2, kGradLineRows = 24, kGradLineCols = 64;  // of a thread and of a block
+constexpr int kGradWords = 2;  // of dy at once
 constexpr int kGradColLanes = kGradLineCols / kGradCols, kGradThreads = kGradLineRows / kGradRows * kGradColLanes;
 constexpr int kGradStep = 64, kGradStages = 4, kGradGroup = 4;  // links of the chain: of a stage, and in registers at once
 
@@ -205,11 +222,14 @@ GPU_KERNEL GPU_BOUNDS(kGradThreads) weight_gradient_kernel(const WeightGradient 
     };
     const auto load = [&](Link& to, int link) {
       const auto v = from_x.template load_vector<kGradCols>(link * kGradLineCols);
-      const auto d = from_dy.template load_vector<kGradRows>(link * kGradLineRows);
 #pragma unroll
       for (int k = 0; k < kGradCols; ++k) to.x[k] = to_f32(v.v[k]);
 #pragma unroll
-      for (int r = 0; r < kGradRows; ++r) to.dy[r] = d.v[r];
+      for (int r = 0; r < kGradRows; r += kGradWords) {
+        const auto d = from_dy.template load_vector<kGradWords>(link * kGradLineRows + r);
+#pragma unroll
+        for (int i = 0; i < kGradWords; ++i) to.dy[r + i] = d.v[i];
+      }
     };
     const auto multiply = [&](const Link& link) {
 #pragma unroll
@@ -217,23 +237,23 @@ GPU_KERNEL GPU_BOUNDS(kGradThreads) weight_gradient_kernel(const WeightGradient 
 #pragma unroll
         for (int k = 0; k < kGradCols; ++k) acc[r][k] = fma(link.dy[r], link.x[k], acc[r][k]);
     };
-    const int count = p.chain - at < kGradStep ? p.chain - at : kGradStep, whole = count / kGradGroup * kGradGroup;
     Link now[kGradGroup], next[kGradGroup];
-    if (whole > 0) {
+    if (p.chain - at >= kGradStep) {  // a whole stage is one piece of code, so that nothing is copied between registers
 #pragma unroll
       for (int i = 0; i < kGradGroup; ++i) load(now[i], i);
-    }
-#pragma unroll 2
-    for (int link = 0; link < whole; link += kGradGroup) {
-      const int after = link + kGradGroup < whole ? link + kGradGroup : link;
 #pragma unroll
-      for (int i = 0; i < kGradGroup; ++i) load(next[i], after + i);
+      for (int link = 0; link < kGradStep; link += kGradGroup) {
 #pragma unroll
-      for (int i = 0; i < kGradGroup; ++i) multiply(now[i]), now[i] = next[i];
-    }
-    for (int link = whole; link < count; ++link) {
-      load(now[0], link);
-      multiply(now[0]);
+        for (int i = 0; i < kGradGroup; ++i)
+          if (link + kGradGroup < kGradStep) load(next[i], link + kGradGroup + i);
+#pragma unroll
+        for (int i = 0; i < kGradGroup; ++i) multiply(now[i]), now[i] = next[i];
+      }
+    } else {
+      for (int link = 0; link < p.chain - at; ++link) {
+        load(now[0], link);
+        multiply(now[0]);
+      }
     }
     stage = stage + 1 == kGradStages ? 0 : stage + 1;
   }
@@ -249,24 +269,43 @@ bool is_float(DType t) { return t == DType::f32 || t == DType::bf16; }
 
 }  // namespace
 
-bool supports(ConstTensorView x, const WeightView& w, int64_t k_segment) {
-  return k_segment == 0 && !w.quantized() && w.rows.dtype == DType::f32 && is_float(x.dtype) && w.rows.rows() <= kThinRows && x.dim(1) > 0 &&
-         x.dim(1) % Few::kGroup == 0 && has_chunks(x) && has_chunks(w.rows);
+bool supports(ConstTensorView x, const WeightView& w) {
+  return !w.quantized() && w.rows.dtype == DType::f32 && is_float(x.dtype) && w.rows.rows() <= kThinRows && x.dim(1) > 0 && x.dim(1) % kWholeLinks == 0 &&
+         has_chunks(x) && has_chunks(w.rows);
 }
 
-void matmul(Context& c, TensorView y, ConstTensorView x, ConstTensorView w) {
-  const Forward p = {.x = x.data, .w = w.ptr<float>(), .y = y.data, .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = y.row_stride,
-                     .rows = static_cast<int>(x.rows()), .cols = static_cast<int>(w.rows()), .chain = static_cast<int>(x.dim(1)),
-                     .y_is_f32 = y.dtype == DType::f32};
+namespace {
+
+void forward(Context& c, const Forward& p, DType x_dtype) {
   const auto run = [&](auto tile, auto type) {
     using T = decltype(tile);
     using X = decltype(type);
-    const Grid grid = {.blocks = blocks_for(p.rows, T::kM), .threads = T::kThreads, .blocks_y = blocks_for(p.cols, T::kN),
+    const Grid grid = {.blocks = blocks_for(p.rows, T::kM), .threads = T::kThreads, .blocks_y = p.segments * blocks_for(p.cols, T::kN),
                        .shared_bytes = T::template kSharedBytes<X>};
     launch(c, "matmul_thin", grid, forward_kernel<T, X>, p);
   };
-  const auto with_tile = [&](auto tile) { x.dtype == DType::f32 ? run(tile, float()) : run(tile, bf16()); };
+  const auto with_tile = [&](auto tile) { x_dtype == DType::f32 ? run(tile, float()) : run(tile, bf16()); };
   p.rows >= kManyRows ? with_tile(Many()) : with_tile(Few());
+}
+
+}  // namespace
+
+void matmul(Context& c, TensorView y, ConstTensorView x, ConstTensorView w) {
+  const int k = static_cast<int>(x.dim(1));
+  forward(c,
+          {.x = x.data, .w = w.ptr<float>(), .y = y.data, .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = y.row_stride, .y_segment = 0,
+           .rows = static_cast<int>(x.rows()), .cols = static_cast<int>(w.rows()), .chain = k, .segment = k, .segments = 1, .y_is_f32 = y.dtype == DType::f32},
+          x.dtype);
+}
+
+void segment_sums(Context& c, TensorView sums, ConstTensorView x, ConstTensorView w, int64_t k_segment) {
+  GPU_CHECK(k_segment % kWholeLinks == 0 && sums.dim(1) == blocks_for(x.dim(1), k_segment), "matmul_thin: %ld segments of %ld", static_cast<long>(sums.dim(1)),
+            static_cast<long>(k_segment));
+  forward(c,
+          {.x = x.data, .w = w.ptr<float>(), .y = sums.data, .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = sums.row_stride,
+           .y_segment = sums.dim(2), .rows = static_cast<int>(x.rows()), .cols = static_cast<int>(w.rows()), .chain = static_cast<int>(x.dim(1)),
+           .segment = static_cast<int>(k_segment), .segments = static_cast<int>(sums.dim(1)), .y_is_f32 = true},
+          x.dtype);
 }
 
 bool supports_weight_gradient(ConstTensorView dw, ConstTensorView dy, ConstTensorView x) {
