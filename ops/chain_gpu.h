@@ -12,21 +12,27 @@ GPU_INLINE void in_order(int n, const Load& load, const Visit& visit) {
   constexpr int kAhead = 8;
   int i = 0;
   if (n >= kAhead) {
-    decltype(load(0)) now[kAhead], next[kAhead];
+    decltype(load(0)) even[kAhead], odd[kAhead];  // in turns, so that none is copied
+    const auto fetch = [&](auto& to, int from) {
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) now[k] = load(k);
-#pragma unroll 2
-    for (; i + 2 * kAhead <= n; i += kAhead) {
+      for (int k = 0; k < kAhead; ++k) to[k] = load(from + k);
+    };
+    const auto visit_all = [&](const auto& v) {
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) next[k] = load(i + kAhead + k);
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) visit(now[k]);
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) now[k] = next[k];
+      for (int k = 0; k < kAhead; ++k) visit(v[k]);
+    };
+    fetch(even, 0);
+    for (; i + 3 * kAhead <= n; i += 2 * kAhead) {
+      fetch(odd, i + kAhead);
+      visit_all(even);
+      fetch(even, i + 2 * kAhead);
+      visit_all(odd);
     }
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) visit(now[k]);
-    i += kAhead;
+    const bool two = i + 2 * kAhead <= n;
+    if (two) fetch(odd, i + kAhead);
+    visit_all(even);
+    if (two) visit_all(odd);
+    i += two ? 2 * kAhead : kAhead;
   }
   for (; i < n; ++i) visit(load(i));
 }
