@@ -66,7 +66,7 @@ class Table {
   void streams() {
     const int64_t n = m.hc_mult, mix = m.mix_rows(), t = T, d = D;
     const HyperShape shape{.streams = n, .sinkhorn_iters = m.sinkhorn_iters, .norm_eps = m.norm_eps, .hc_eps = m.hc_eps};
-    const double x_bytes = product(t, n, d) * 2, fn_bytes = product(mix, n, d) * 4;
+    const double x_bytes = product(t, n, d) * 2;
     add({.op = "embed", .name = "embed", .shape = {t, n, d}, .bytes = product(t, d) * 2 + x_bytes, .set_up = [=, V = m.vocab_size](const CallOperands& o) -> Run {
            const auto table = o.operands.random(kBf16, {V, d}), x = o.operands.make(kBf16, {t, n, d});
            return [=, &c = o.c(), tokens = o.batch.tokens] { embed(c, x, table, tokens); };
@@ -74,64 +74,59 @@ class Table {
     const auto hyper = [=](Operands& o, int64_t rows, int64_t scales) {
       return HyperWeights{o.weight(kF32, {rows, n * d}), o.random(kF32, {rows}), o.random(kF32, {scales})};
     };
-    add({.op = "hyperconn", .name = "hyper_mix", .dtype = kF32, .shape = {t, mix, n * d}, .bytes = x_bytes + fn_bytes, .operations = 2 * product(t, mix, n, d),
-         .set_up = [=](const CallOperands& o) -> Run {
-           const auto w = hyper(o.operands, mix, 3);
-           const auto x = o.operands.random(kBf16, {t, n, d});
-           const auto make = [&](int64_t k) { return o.operands.make(kF32, {t, k}); };
-           return [=, &c = o.c(), pre = make(n), post = make(n), comb = make(n * n), raw = make(mix), inv = make(1).reshape({t})] {
-             hyper_mix(c, pre, post, comb, raw, inv, x, w, shape);
-           };
-         },
-         .library = gpu::BlasProblem{.m = t, .n = mix, .k = n * d, .dtype = kF32, .y_dtype = kF32}});
-    add({.op = "hyperconn", .name = "hyper_pre", .shape = {t, n, d}, .bytes = x_bytes + product(t, d) * 2, .set_up = [=](const CallOperands& o) -> Run {
-           const auto x = o.operands.random(kBf16, {t, n, d}), h = o.operands.make(kBf16, {t, d}), pre = o.operands.random(kF32, {t, n});
-           return [=, &c = o.c()] { hyper_pre(c, h, x, pre); };
-         }});
+    // A site's: pre, post and comb; the head's form has pre alone.
+    const auto feed_of = [=](Operands& o, bool site) {
+      const auto make = [&](int64_t k) { return o.random(kF32, {t, k}); };
+      return HyperFeed{.pre = make(n), .post = site ? make(n) : TensorView(), .comb = site ? make(n * n) : TensorView(), .raw = make(site ? mix : n), .inv_rms = o.ones({t}),
+                       .h = o.random(kBf16, {t, d}), .norm_inv = o.ones({t}), .u = o.make(kBf16, {t, d})};
+    };
+    const auto feed = [=](const char* name, bool site) {
+      const int64_t rows = site ? mix : n;
+      Kernel k{.op = "hyperconn", .name = name, .dtype = kF32, .shape = {t, rows, n * d}, .bytes = x_bytes + product(rows, n, d) * 4 + product(t, d) * 4,
+               .operations = 2 * product(t, rows, n, d), .set_up = [=](const CallOperands& o) -> Run {
+                 const auto w = hyper(o.operands, rows, site ? 3 : 1);
+                 const auto x = o.operands.random(kBf16, {t, n, d});
+                 return [=, &c = o.c(), to = feed_of(o.operands, site), norm = o.operands.ones({d})] { hyper_feed(c, to, x, w, shape, norm); };
+               }};
+      if (site) k.library = gpu::BlasProblem{.m = t, .n = mix, .k = n * d, .dtype = kF32, .y_dtype = kF32};
+      return k;
+    };
+    add(feed("hyper_feed", true));
     add({.op = "hyperconn", .name = "hyper_post", .shape = {t, n, d}, .bytes = 2 * x_bytes + product(t, d) * 2, .set_up = [=](const CallOperands& o) -> Run {
            const auto x = o.operands.random(kBf16, {t, n, d}), out = o.operands.make(kBf16, {t, n, d}), y = o.operands.random(kBf16, {t, d});
            const auto post = o.operands.random(kF32, {t, n}), comb = o.operands.random(kF32, {t, n * n});
            return [=, &c = o.c()] { hyper_post(c, out, x, y, post, comb); };
          }});
-    add({.op = "hyperconn", .name = "hyper_head_mix", .dtype = kF32, .shape = {t, n, n * d}, .bytes = x_bytes + product(n, n, d) * 4, .operations = 2 * product(t, n, n, d),
-         .set_up = [=](const CallOperands& o) -> Run {
-           const auto w = hyper(o.operands, n, 1);
-           const auto x = o.operands.random(kBf16, {t, n, d}), pre = o.operands.make(kF32, {t, n}), raw = o.operands.make(kF32, {t, n}), inv = o.operands.make(kF32, {t});
-           return [=, &c = o.c()] { hyper_head_mix(c, pre, raw, inv, x, w, shape); };
-         }});
+    add(feed("hyper_feed head", false));
     if (!call_.train) return;
     add({.op = "embed", .name = "embed", .pass = "backward", .dtype = kF32, .shape = {t, n, d}, .bytes = 2 * x_bytes + product(t, d) * 8,
          .set_up = [=, V = m.vocab_size](const CallOperands& o) -> Run {
            const auto dtable = o.operands.zeros(kF32, {V, d}), dx = o.operands.random(kF32, {t, n, d});
            return [=, &c = o.c(), tokens = o.batch.tokens] { embed_backward(c, dtable, dx, tokens); };
          }});
-    const auto mix_backward = [=](const char* name, int64_t rows, bool whole) {
+    const auto feed_backward = [=](const char* name, bool site) {
+      const int64_t rows = site ? mix : n;
       return Kernel{.op = "hyperconn", .name = name, .pass = "backward", .dtype = kF32, .shape = {t, rows, n * d},
-                    .bytes = 5 * x_bytes + 3 * product(rows, n, d) * 4, .operations = 4 * product(t, rows, n, d), .set_up = [=](const CallOperands& o) -> Run {
-                      const auto w = hyper(o.operands, rows, whole ? 3 : 1);
-                      const HyperGradients dw{o.operands.zeros(kF32, {rows, n * d}), o.operands.zeros(kF32, {rows}), o.operands.zeros(kF32, {whole ? 3 : 1})};
-                      const auto random = [&](int64_t k) { return o.operands.random(kF32, {t, k}); };
-                      const auto x = o.operands.random(kBf16, {t, n, d}), dx = o.operands.zeros(kF32, {t, n, d}), inv = o.operands.ones({t});
-                      return [=, &c = o.c(), raw = random(rows), dpre = random(n), dpost = random(n), dcomb = random(n * n)] {
-                        whole ? hyper_mix_backward(c, dx, dw, dpre, dpost, dcomb, raw, inv, x, w, shape) : hyper_head_mix_backward(c, dx, dw, dpre, raw, inv, x, w, shape);
+                    .bytes = (site ? 5 : 3) * x_bytes + product(t, d) * 4 + 3 * product(rows, n, d) * 4, .operations = 4 * product(t, rows, n, d),
+                    .set_up = [=](const CallOperands& o) -> Run {
+                      const auto w = hyper(o.operands, rows, site ? 3 : 1);
+                      const HyperGradients dw{o.operands.zeros(kF32, {rows, n * d}), o.operands.zeros(kF32, {rows}), o.operands.zeros(kF32, {site ? 3 : 1})};
+                      const auto of_site = [&](const Shape& shape) { return site ? ConstTensorView(o.operands.random(kF32, shape)) : ConstTensorView(); };
+                      const auto x = o.operands.random(kBf16, {t, n, d}), dx = o.operands.zeros(kF32, {t, n, d}), dh = o.operands.random(kF32, {t, d});
+                      return [=, &c = o.c(), from = feed_of(o.operands, site), dpost = of_site({t, n}), dcomb = of_site({t, n * n}), dxout = of_site({t, n, d})] {
+                        hyper_feed_backward(c, dx, dw, dh, dpost, dcomb, dxout, x, from, w, shape);
                       };
                     }};
     };
-    add(mix_backward("hyper_mix", mix, true));
-    add({.op = "hyperconn", .name = "hyper_pre", .pass = "backward", .dtype = kF32, .shape = {t, n, d}, .bytes = 5 * x_bytes + product(t, d) * 4,
+    add(feed_backward("hyper_feed", true));
+    add({.op = "hyperconn", .name = "hyper_post", .pass = "backward", .dtype = kF32, .shape = {t, n, d}, .bytes = 3 * x_bytes + product(t, d) * 6,
          .set_up = [=](const CallOperands& o) -> Run {
-           const auto x = o.operands.random(kBf16, {t, n, d}), dx = o.operands.zeros(kF32, {t, n, d}), dh = o.operands.random(kF32, {t, d});
-           const auto pre = o.operands.random(kF32, {t, n}), dpre = o.operands.make(kF32, {t, n});
-           return [=, &c = o.c()] { hyper_pre_backward(c, dx, dpre, dh, x, pre); };
-         }});
-    add({.op = "hyperconn", .name = "hyper_post", .pass = "backward", .dtype = kF32, .shape = {t, n, d}, .bytes = 5 * x_bytes + product(t, d) * 6,
-         .set_up = [=](const CallOperands& o) -> Run {
-           const auto x = o.operands.random(kBf16, {t, n, d}), dout = o.operands.random(kF32, {t, n, d}), dx = o.operands.make(kF32, {t, n, d});
+           const auto x = o.operands.random(kBf16, {t, n, d}), dout = o.operands.random(kF32, {t, n, d});
            const auto y = o.operands.random(kBf16, {t, d}), dy = o.operands.make(kF32, {t, d});
-           const auto post = o.operands.random(kF32, {t, n}), comb = o.operands.random(kF32, {t, n * n}), dpost = o.operands.make(kF32, {t, n}), dcomb = o.operands.make(kF32, {t, n * n});
-           return [=, &c = o.c()] { hyper_post_backward(c, dx, dy, dpost, dcomb, dout, x, y, post, comb); };
+           const auto post = o.operands.random(kF32, {t, n}), dpost = o.operands.make(kF32, {t, n}), dcomb = o.operands.make(kF32, {t, n * n});
+           return [=, &c = o.c()] { hyper_post_backward(c, dy, dpost, dcomb, dout, x, y, post); };
          }});
-    add(mix_backward("hyper_head_mix", n, false));
+    add(feed_backward("hyper_feed head", false));
   }
 
   void rows() {
