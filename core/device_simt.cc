@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -98,7 +99,10 @@ void clear(void* stream, void* p, size_t bytes) {
   simt::enqueue(stream, [=] { clear(p, bytes); });
 }
 void synchronize(void*) {}
-uint64_t* host_words(size_t count) { return new uint64_t[count]{}; }
+uint64_t* host_words(size_t count) {
+  static auto* const all = new std::vector<std::unique_ptr<uint64_t[]>>;
+  return all->emplace_back(new uint64_t[count]{}).get();
+}
 void write_word(void* stream, uint64_t* word, uint64_t value) {
   simt::enqueue(stream, [=] { __atomic_store_n(word, value, __ATOMIC_RELEASE); });
 }

@@ -9,6 +9,7 @@
 #include "ops/adamw/adamw.h"
 #include "ops/attention/attention.h"
 #include "ops/cast/cast.h"
+#include "ops/checksum/checksum.h"
 #include "ops/compressor/compressor.h"
 #include "ops/embed/embed.h"
 #include "ops/gate/gate.h"
@@ -514,6 +515,9 @@ class Table {
     });
     elementwise("adamw", "all_finite", 4, [=](const CallOperands& o) -> Run {
       return [=, &c = o.c(), out = o.operands.make(DType::i32, {1}), x = o.operands.random(kF32, {n})] { all_finite(c, out, x); };
+    });
+    elementwise("checksum", "checksum", 4, [=](const CallOperands& o) -> Run {
+      return [=, &c = o.c(), out = o.operands.make(DType::i64, {1}), item = ChecksumItem{.rows = o.operands.random(kF32, {rows, columns})}] { checksum(c, out, std::span(&item, 1)); };
     });
     elementwise("sum", "sum_in_order", 12, [=](const CallOperands& o) -> Run {
       return [=, &c = o.c(), mine = o.operands.random(kF32, {n}), y = o.operands.make(kF32, {n}), parts = o.operands.random(kF32, {2, n})] { sum_in_order(c, y, mine, parts, 0); };

@@ -33,6 +33,12 @@ extern "C" void JOIN(__wrap_, MATMUL_SYMBOL)(lockstep::Context& c, lockstep::Ten
   JOIN(__real_, MATMUL_SYMBOL)(c, y, x, w, split ? k / 2 : k_segment);
 }
 
+// matmul_many, whose calls would otherwise stay inside its own object.
+extern "C" void __wrap__ZN8lockstep11matmul_manyERNS_7ContextESt4spanIKNS_10MatmulCallELm18446744073709551615EE(lockstep::Context& c,
+                                                                                                             std::span<const lockstep::MatmulCall> products) {
+  for (const lockstep::MatmulCall& p : products) lockstep::matmul(c, p.y, p.x, p.w);
+}
+
 // lockstep::quantize(Context&, QuantView, ConstTensorView, float)
 #define QUANTIZE_SYMBOL _ZN8lockstep8quantizeERNS_7ContextENS_14BasicQuantViewIvEENS_15BasicTensorViewIKvEEf
 extern "C" lockstep::QuantStats JOIN(__real_, QUANTIZE_SYMBOL)(lockstep::Context& c, lockstep::QuantView q, lockstep::ConstTensorView x, float amax_floor);

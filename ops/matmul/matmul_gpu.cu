@@ -19,6 +19,11 @@ constexpr bool kMatrixUnits = true;
 #else
 constexpr bool kMatrixUnits = false;
 #endif
+#if LOCKSTEP_GPU_HIP
+constexpr bool kMatrixUnitsFp4 = true;
+#else
+constexpr bool kMatrixUnitsFp4 = false;
+#endif
 constexpr int64_t kThin = 128;
 
 int64_t inner_stride(ConstTensorView v) { return v.shape.rank == 3 ? v.shape[2] : v.row_stride; }
@@ -34,7 +39,7 @@ bool readable(ConstTensorView rows) {
 
 // E2M1 codes with scales of [1, 32], in whole blocks of the inputs' scales.
 bool use_matrix_units_fp4(ConstTensorView x, const WeightView& w, int64_t k_segment) {
-  return kMatrixUnits && w.rows.shape.elements() > 0 && readable(w.rows) && gpu::tensor_core_operand(w.rows) && x.dim(1) % 128 == 0 && k_segment == 0 && w.row_grid.block == 1 &&
+  return kMatrixUnitsFp4 && w.rows.shape.elements() > 0 && readable(w.rows) && gpu::tensor_core_operand(w.rows) && x.dim(1) % 128 == 0 && k_segment == 0 && w.row_grid.block == 1 &&
          w.col_grid.block == 32 && cutting_period(w.col_grid, x.dim(1)) == 0 && w.scales.contiguous() && reinterpret_cast<uintptr_t>(w.scales.data) % 4 == 0;
 }
 
@@ -76,7 +81,9 @@ void forward_on_matrix_units(Context& c, TensorView y, ConstTensorView x, const 
   if (!w.quantized()) return gpu::matmul_bf16(p, c.stream);
   const ArenaScope scope(*c.workspace);
   const gpu::Fp8Problem q = fp8_problem(p, quantized(c, x), w);
-  w.rows.dtype == DType::e2m1x2 ? gpu::matmul_fp4(q, c.stream) : gpu::matmul_fp8(q, c.stream);
+  if constexpr (kMatrixUnitsFp4)
+    if (w.rows.dtype == DType::e2m1x2) return gpu::matmul_fp4(q, c.stream);
+  gpu::matmul_fp8(q, c.stream);
 }
 
 void many_on_matrix_units(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets) {
@@ -98,8 +105,13 @@ void many_on_matrix_units(Context& c, std::span<const MatmulCall> products, Cons
     const Operand* found = std::find_if(operands.begin(), operands.end(), same);
     if (found == operands.end()) operands.push_back({x, quantized(c, x)});
     const gpu::Fp8Problem q = fp8_problem(p, found->quantized, w);
-    if (w.rows.dtype == DType::e2m1x2) gpu::matmul_fp4(q, c.stream);
-    else fp8.push_back(q);
+    if constexpr (kMatrixUnitsFp4) {
+      if (w.rows.dtype == DType::e2m1x2) {
+        gpu::matmul_fp4(q, c.stream);
+        continue;
+      }
+    }
+    fp8.push_back(q);
   }
   gpu::matmul_bf16(bf16, c.stream);
   gpu::matmul_fp8(fp8, c.stream);
