@@ -29,7 +29,7 @@ extern "C" void JOIN(__real_, MATMUL_SYMBOL)(lockstep::Context& c, lockstep::Ten
 extern "C" void JOIN(__wrap_, MATMUL_SYMBOL)(lockstep::Context& c, lockstep::TensorView y, lockstep::ConstTensorView x, const lockstep::WeightView& w,
                                              int64_t k_segment) {
   const int64_t k = x.dim(1);
-  const bool split = lockstep::planted && x.rows() <= 4 && k_segment == 0 && k % 2 == 0 && !w.quantized();
+  const bool split = lockstep::planted && x.rows() <= 4 && k % 2 == 0 && !w.quantized();
   JOIN(__real_, MATMUL_SYMBOL)(c, y, x, w, split ? k / 2 : k_segment);
 }
 
