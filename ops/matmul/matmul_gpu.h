@@ -61,9 +61,7 @@ void matmul_fp8(const Fp8Problem& p, void* stream);
 void matmul_fp8(std::span<const Fp8Problem> all, void* stream);  // as matmul_bf16 of several
 
 // The same with w in E2M1 codes, two a byte, and scales of [1, 32]: w [n, k / 2], its stride in bytes; w_scale [n, k / 32] or [experts, n, k / 32]. k is a multiple of 128, so
-// are the scales' rows of 4 bytes. No segments, y is not accumulated. Blocks of 32 columns are summed by the matrix unit; with the exact scales:
-//   Hopper  block = fma(partial, w_scale, block) over the four partials of 128 columns, from 0; sum = fma(block, x_scale, sum)
-//   CDNA4   scales are the instruction's, which adds 64 columns at a time
+// are the scales' rows of 4 bytes. No segments, y is not accumulated. CDNA4 alone: scales are the instruction's, which adds 64 columns at a time.
 void matmul_fp4(const Fp8Problem& p, void* stream);
 
 // The two gradients, f32, of operands in bf16 (round_rows makes dy's). What is added to what is there is added once.
