@@ -236,46 +236,6 @@ GPU_INLINE void mma_e4m3_n128(float (&d)[64], unsigned long long a, unsigned lon
       : LOCKSTEP_R64(d, 0)
       : "l"(a), "l"(b), "r"(accumulate));
 }
-// d = A [64, 32] . B [N, 32]^T of E4M3, with A in registers, four elements along K a word: a[0], a[2] of an accumulator's upper row, K from 4 (t % 4) on and 16 further; a[1], a[3]
-// of its lower.
-template <int N>
-struct MmaE4m3Registers;
-template <>
-struct MmaE4m3Registers<16> {
-  GPU_INLINE static void run(float (&d)[8], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "{%8, %9, %10, %11}, %12, p, 1, 1;\n}\n"
-        : LOCKSTEP_R4(d, 0), LOCKSTEP_R4(d, 4)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-template <>
-struct MmaE4m3Registers<64> {
-  GPU_INLINE static void run(float (&d)[32], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
-        : LOCKSTEP_R16(d, 0), LOCKSTEP_R16(d, 16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-template <>
-struct MmaE4m3Registers<128> {
-  GPU_INLINE static void run(float (&d)[64], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"
-        : LOCKSTEP_R64(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
 #undef LOCKSTEP_R4
 #undef LOCKSTEP_R16
 #undef LOCKSTEP_R64

@@ -180,11 +180,7 @@ void matmul_fp8(const Fp8Problem& q, void* stream) {
   const MatmulProblem& m = q.codes;
   GPU_CHECK(m.k_segment % 128 == 0 && (!m.accumulate || m.y_is_f32), "matmul fp8: segments of %ld, accumulate %d", static_cast<long>(m.k_segment), m.accumulate);
   if (m.m == 0) return;
-  Problem p = product(m);
-  p.a_scale = q.x_scale;
-  p.b_scale = reinterpret_cast<const ue8m0*>(q.w_scale);
-  p.a_scale_stride = q.x_scale_stride;
-  p.b_scale_stride = q.w_scale_stride;
+  const Problem p = product(q);
   using Small = Shape<e4m3, 2, 2, 1, 1>;
   using Middle = Shape<e4m3, 2, 2, 2, 2>;
   const bool large = fills(m.m, m.experts, m.n, 128, 128);

@@ -207,5 +207,13 @@ inline Problem product(const MatmulProblem& q) {
           .tiles_n = 0, .experts = static_cast<int>(q.experts), .offsets = q.offsets, .k_segment = static_cast<int>(q.k_segment), .y = q.y, .y_stride = q.y_stride,
           .y_slab = 0, .y_is_f32 = q.y_is_f32, .accumulate = q.accumulate, .a_scale = nullptr, .b_scale = nullptr, .a_scale_stride = 0, .b_scale_stride = 0};
 }
+inline Problem product(const Fp8Problem& q) {
+  Problem p = product(q.codes);
+  p.a_scale = q.x_scale;
+  p.b_scale = reinterpret_cast<const ue8m0*>(q.w_scale);
+  p.a_scale_stride = q.x_scale_stride;
+  p.b_scale_stride = q.w_scale_stride;
+  return p;
+}
 
 }  // namespace lockstep::gpu::cdna4_matmul

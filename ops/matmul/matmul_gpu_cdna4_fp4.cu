@@ -130,11 +130,7 @@ void matmul_fp4(const Fp8Problem& q, void* stream) {
   GPU_CHECK(m.k % kStep == 0 && m.k_segment == 0 && !m.accumulate, "matmul fp4: k %ld, segments of %ld, accumulate %d", static_cast<long>(m.k), static_cast<long>(m.k_segment),
             m.accumulate);
   if (m.m == 0) return;
-  Problem p = product(m);
-  p.a_scale = q.x_scale;
-  p.b_scale = reinterpret_cast<const ue8m0*>(q.w_scale);
-  p.a_scale_stride = q.x_scale_stride;
-  p.b_scale_stride = q.w_scale_stride;
+  const Problem p = product(q);
   if (fills(m.m, m.experts, m.n, 128, 128)) return run<Shape<2, 2>>(p, stream);
   run<Shape<1, 1>>(p, stream);
 }

@@ -32,10 +32,7 @@ struct alignas(8) int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 __host__ __device__ inline float2 make_float2(float x, float y) { return {x, y}; }
 __host__ __device__ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-__host__ __device__ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 __host__ __device__ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-__host__ __device__ inline int2 make_int2(int x, int y) { return {x, y}; }
-__host__ __device__ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 using cudaStream_t = struct CUstream_st*;
 enum cudaError_t { cudaSuccess = 0 };
@@ -61,18 +58,13 @@ extern "C" cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 bl
 __device__ inline void __syncwarp(unsigned mask = 0xffffffffu) { __nvvm_bar_warp_sync(mask); }
 __device__ inline unsigned __ballot_sync(unsigned mask, int vote) { return __nvvm_vote_ballot_sync(mask, vote != 0); }
 __device__ inline int __all_sync(unsigned mask, int vote) { return __nvvm_vote_all_sync(mask, vote != 0); }
-__device__ inline int __any_sync(unsigned mask, int vote) { return __nvvm_vote_any_sync(mask, vote != 0); }
-__device__ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) { return __nvvm_prmt(a, b, selector); }
 __device__ inline int __popc(unsigned v) { return __builtin_popcount(v); }
 __device__ inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
-__device__ inline int __ffs(int v) { return __builtin_ffs(v); }
 __device__ inline int __ffsll(long long v) { return __builtin_ffsll(v); }
-__device__ inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
 __device__ inline float fmaf(float a, float b, float c) { return __nvvm_fma_rn_f(a, b, c); }
 __host__ __device__ inline int min(int a, int b) { return a < b ? a : b; }
 __host__ __device__ inline int max(int a, int b) { return a > b ? a : b; }
 __device__ inline float fmaxf(float a, float b) { return __nvvm_fmax_f(a, b); }
-__device__ inline float fminf(float a, float b) { return __nvvm_fmin_f(a, b); }
 __device__ inline float nearbyintf(float v) {
   float r;
   asm("cvt.rni.f32.f32 %0, %1;" : "=f"(r) : "f"(v));
