@@ -37,7 +37,7 @@ QuantStats quantize(Context& c, QuantView q, ConstTensorView x, float amax_floor
   CHECK(amax_floor >= 0 && std::isfinite(amax_floor), "quantize: amax_floor {}", amax_floor);
   if (x.empty()) return {};
   if (!c.on_gpu()) return simd::quantize(c, q, x, amax_floor, false);
-  device::quantize(c, q, x, amax_floor, false);
+  device::quantize(c, q, x, ScaleRule::of_format, amax_floor);
   return {};
 }
 
@@ -46,7 +46,7 @@ QuantStats quantize_given_scales(Context& c, QuantView q, ConstTensorView x) {
   check_quantised("quantize_given_scales", q, x.rows(), x.dim(1));
   if (x.empty()) return {};
   if (c.on_gpu()) {
-    device::quantize(c, q, x, 0, true);
+    device::quantize(c, q, x, ScaleRule::given, 0);
     return {};
   }
   for (int64_t i = 0; i < q.scales.rows(); ++i)

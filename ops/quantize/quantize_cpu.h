@@ -1,5 +1,5 @@
 #pragma once
-// Internal to ops/quantize: the implementations, without argument checks. Same bits. device: on the GPU, quantize_gpu.cu.
+// Internal to ops/quantize: the implementations, without argument checks. Same bits. device: on the GPU, quantize_gpu.cu, also for what products make of their inputs.
 
 #include <algorithm>
 
@@ -65,8 +65,11 @@ void dequantize(Context& c, TensorView y, ConstQuantView q);
 RecodeStats recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantView from);
 }  // namespace simd
 
+// Where scales come from: the block's largest magnitude, as the header says for their type; the same as a power of two whatever their type; or they are there.
+enum class ScaleRule { of_format, power_of_two, given };
+
 namespace device {
-void quantize(Context& c, QuantView q, ConstTensorView x, float amax_floor, bool given_scales);
+void quantize(Context& c, QuantView q, ConstTensorView x, ScaleRule rule, float amax_floor);
 QuantStats quant_stats(Context& c, ConstQuantView q, ConstTensorView x);
 void dequantize(Context& c, TensorView y, ConstQuantView q);
 void recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantView from);

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "ops/gpu_testing.h"
 
@@ -47,9 +48,10 @@ TEST(QuantizeGpu, HasTheCpusBits) {
       for (const auto& [rows, cols] : {std::pair{1, 128}, {2, 10}}) formats.push_back({codes, scales, rows, cols});
   for (const QuantFormat& f : formats)
     for (const DType dtype : {DType::f32, DType::bf16})
-      for (const Shape& shape : {Shape{0, 8}, Shape{1, 1}, Shape{5, 7}, Shape{2, 448}, Shape{3, 200}})
+      for (const Shape& shape : {Shape{0, 8}, Shape{1, 1}, Shape{5, 7}, Shape{2, 448}, Shape{3, 200}, Shape{131, 136}})
         for (const int64_t beside : {0, 2, 16}) {
           const int64_t rows = shape[0], n = shape[1];
+          if (rows > 100 && f.block_rows < 100) continue;  // for the large blocks
           const Tensor x = varied(dtype, {rows, n + 2 * beside}, beside != 0), y = random_tensor(2, dtype, {rows, n + 2 * beside});
           const Stored want(f, rows, n);
           const TensorView gx = gpu.put(x), gy = gpu.put(y), gcodes = gpu.put(want.codes), gscales = gpu.put(want.scales);
@@ -93,27 +95,93 @@ TEST(QuantizeGpu, TakesGivenScales) {
     }
 }
 
+constexpr DType kCodes[] = {DType::e4m3, DType::e5m2, DType::e2m1x2};
+
+// The GPU's codes, and numbers, are the CPU's under scales of 1.
+void expect_same_conversions(DType codes, const Tensor& x) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  const Shape shape = {x.view().rows(), x.view().dim(1)};
+  const QuantFormat f{codes, DType::ue8m0, 1, 128};
+  const Tensor want(codes, code_shape(f, shape[0], shape[1])), scales(DType::ue8m0, scale_shape(f, shape[0], shape[1]));
+  for (int64_t i = 0; i < scales.elements(); ++i) scales.ptr<ue8m0>()[i].bits = 127;
+  const TensorView got = gpu.put(want);
+  quantize_given_scales(cpu, {want, scales, 1, 128}, x);
+  quantize_given_scales(gpu, {got, gpu.put(scales), 1, 128}, gpu.put(x));
+  EXPECT_EQ(count_bit_differences(gpu.get(got), want), 0) << dtype_name(codes);
+}
+
+TEST(QuantizeGpu, EveryBf16) {
+  const Tensor x(DType::bf16, {512, 128});
+  for (uint32_t i = 0; i < 65536; ++i) x.ptr<bf16>()[i] = {static_cast<uint16_t>(i)};
+  for (const DType codes : kCodes) expect_same_conversions(codes, x);
+}
+
+// f32 half way between neighbouring codes, and just beside.
+TEST(QuantizeGpu, WhereRoundingTurns) {
+  for (const DType codes : kCodes) {
+    std::vector<float> values;
+    for (int code = 0; code < (codes == DType::e2m1x2 ? 8 : 128); ++code) {
+      const auto c = static_cast<uint8_t>(code);
+      values.push_back(codes == DType::e4m3 ? decode<e4m3>(c) : codes == DType::e5m2 ? decode<e5m2>(c) : decode<e2m1x2>(c));
+    }
+    std::erase_if(values, [](float v) { return !std::isfinite(v); });
+    values.push_back(values.back() + (values.back() - values[values.size() - 2]));  // beyond the largest
+    Tensor x(DType::f32, {static_cast<int64_t>(values.size()), 128});
+    for (int64_t i = 0; i < x.elements(); ++i) x.set(i, 0);
+    for (size_t i = 0; i + 1 < values.size(); ++i) {
+      const float half = 0.5f * (values[i] + values[i + 1]), turns[] = {half, std::nextafter(half, 1e9f), std::nextafter(half, 0.0f)};
+      for (size_t k = 0; k < 6; ++k) x.view().row<float>(static_cast<int64_t>(i))[k] = k < 3 ? turns[k] : -turns[k - 3];
+    }
+    expect_same_conversions(codes, x);
+  }
+}
+
+// Every code under every scale.
+TEST(QuantizeGpu, EveryCode) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  const Tensor scales(DType::ue8m0, {256, 1});
+  for (int i = 0; i < 256; ++i) scales.ptr<ue8m0>()[i].bits = static_cast<uint8_t>(i);
+  for (const DType codes : kCodes) {
+    const int64_t n = codes == DType::e2m1x2 ? 512 : 256;
+    const Tensor all(codes, {256, 256});
+    for (int64_t i = 0; i < all.elements(); ++i) static_cast<uint8_t*>(all.view().data)[i] = static_cast<uint8_t>(i % 256);
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      const Tensor want(dtype, {256, n});
+      const TensorView got = gpu.put(want);
+      dequantize(cpu, want, {all, scales, 1, n});
+      dequantize(gpu, got, {gpu.put(all), gpu.put(scales), 1, n});
+      EXPECT_EQ(count_bit_differences(gpu.get(got), want), 0) << dtype_name(codes) << " " << dtype_name(dtype);
+    }
+  }
+}
+
 TEST(QuantizeGpu, RecodesFp4) {
   CpuContext cpu;
   testing::Gpu gpu;
-  const int64_t rows = 6, n = 96;
+  struct Case {
+    int64_t block_rows, block_cols, sub, rows, n;
+  };
   for (const DType scale_type : {DType::f32, DType::ue8m0})
-    for (const auto& [block_rows, block_cols] : {std::pair{1, 96}, {4, 64}, {128, 128}})
-      for (const int spread : {3, 14, 40}) {
-        const Tensor codes(DType::e2m1x2, {rows, n / 2}), sub_scales(DType::ue8m0, {rows, n / 32});
-        Philox rng(static_cast<uint64_t>(spread), RngPurpose::test);
-        for (int64_t i = 0; i < codes.elements(); ++i) codes.ptr<e2m1x2>()[i].bits = static_cast<uint8_t>(rng.next());
-        for (int64_t i = 0; i < sub_scales.elements(); ++i)
-          sub_scales.ptr<ue8m0>()[i].bits = static_cast<uint8_t>(spread == 40 && i == 4 ? 255 : 110 + rng.below(static_cast<uint32_t>(spread) + 1));
-        const QuantFormat f{DType::e4m3, scale_type, block_rows, block_cols};
-        const Tensor to(DType::e4m3, {rows, n}), scales(scale_type, scale_shape(f, rows, n)), lossy(DType::u8, scale_shape(f, rows, n));
-        const TensorView gto = gpu.put(to), gscales = gpu.put(scales), glossy = gpu.put(lossy);
-        recode_fp4(cpu, {to, scales, block_rows, block_cols}, lossy, {codes, sub_scales, 1, 32});
-        recode_fp4(gpu, {gto, gscales, block_rows, block_cols}, glossy, {gpu.put(codes), gpu.put(sub_scales), 1, 32});
-        EXPECT_EQ(count_bit_differences(gpu.get(gto), to), 0) << spread;
-        EXPECT_EQ(count_bit_differences(gpu.get(gscales), scales), 0) << spread;
-        EXPECT_EQ(count_bit_differences(gpu.get(glossy), lossy), 0) << spread;
-      }
+    for (const Case& t : {Case{1, 96, 32, 6, 96}, Case{4, 64, 32, 6, 96}, Case{128, 128, 32, 131, 160}, Case{4, 64, 16, 7, 90}, Case{2, 96, 48, 3, 200}})
+      for (const int spread : {3, 14, 40})
+        for (const int least : {0, 110, 254 - spread}) {
+          const Tensor codes(DType::e2m1x2, {t.rows, t.n / 2}), sub_scales(DType::ue8m0, {t.rows, num_blocks(t.n, t.sub)});
+          Philox rng(static_cast<uint64_t>(spread), RngPurpose::test);
+          for (int64_t i = 0; i < codes.elements(); ++i) codes.ptr<e2m1x2>()[i].bits = static_cast<uint8_t>(rng.next());
+          for (int64_t i = 0; i < sub_scales.elements(); ++i)
+            sub_scales.ptr<ue8m0>()[i].bits = static_cast<uint8_t>(spread == 40 && i == 4 ? 255u : static_cast<uint32_t>(least) + rng.below(static_cast<uint32_t>(spread) + 1));
+          const QuantFormat f{DType::e4m3, scale_type, t.block_rows, t.block_cols};
+          const Tensor to(DType::e4m3, {t.rows, t.n}), scales(scale_type, scale_shape(f, t.rows, t.n)), lossy(DType::u8, scale_shape(f, t.rows, t.n));
+          const TensorView gto = gpu.put(to), gscales = gpu.put(scales), glossy = gpu.put(lossy);
+          recode_fp4(cpu, {to, scales, t.block_rows, t.block_cols}, lossy, {codes, sub_scales, 1, t.sub});
+          recode_fp4(gpu, {gto, gscales, t.block_rows, t.block_cols}, glossy, {gpu.put(codes), gpu.put(sub_scales), 1, t.sub});
+          const auto label = ::testing::Message() << t.block_rows << "x" << t.block_cols << " from " << t.sub << ", " << least << " to " << least + spread;
+          EXPECT_EQ(count_bit_differences(gpu.get(gto), to), 0) << label;
+          EXPECT_EQ(count_bit_differences(gpu.get(gscales), scales), 0) << label;
+          EXPECT_EQ(count_bit_differences(gpu.get(glossy), lossy), 0) << label;
+        }
 }
 
 }  // namespace
