@@ -186,7 +186,7 @@ void exchange_forward(Context& c, const Model& model, int layer, TensorView rows
   // Without keeping, every round's rows take the place of the last one's.
   Rounds rounds(c, ep, {counts.ptr<int64_t>(), static_cast<size_t>(counts.shape.elements())}, model.exchange_rows);
   const int64_t room = kept ? rounds.arriving() : capacity;
-  const TensorView results = ws.tensor(dtype, {capacity, D}, "exchange.results"), a = ws.tensor(dtype, {capacity, I}, "exchange.a");
+  const TensorView results = ws.tensor(dtype, {capacity, D}, "exchange.results");
   saved.x = kept ? keep.tensor(dtype, {room, D}, "moe.x") : results;
   saved.rho = keep.tensor(DType::f32, {room}, "moe.rho");
   saved.g = keep.tensor(dtype, {room, I}, "moe.g");
@@ -209,7 +209,7 @@ void exchange_forward(Context& c, const Model& model, int layer, TensorView rows
     const TensorView x = saved.x.slice(begin, n), weight = saved.rho.slice(begin, n), y = results.slice(0, n);
     moe_gather(c, x, in.cols(0, D), rounds.order);
     moe_gather(c, as_rows(weight, dtype), in.cols(D, behind), rounds.order);
-    experts_forward(c, model, layer, y, saved.g.slice(begin, n), saved.u.slice(begin, n), a.slice(0, n), x, weight, rounds.offsets);
+    experts_forward(c, model, layer, y, saved.g.slice(begin, n), saved.u.slice(begin, n), x, weight, rounds.offsets);
 
     const TensorView back = message(messages.owner, n, D), home = message(messages.home, rounds.num_sent, D);
     moe_gather(c, back, y, rounds.place);

@@ -244,7 +244,7 @@ struct LayerRun {
     const TensorView a = s.step.tensor(dtype, {R, I}, "a"), dg = s.step.tensor(DType::f32, {R, I}, "dg"), du = s.step.tensor(DType::f32, {R, I}, "du");
     const size_t at = static_cast<size_t>(layer);
     moe_gather(s.c, x, u, row_token);
-    experts_forward(s.c, s.model, layer, rows, g, up, a, x, rho, offsets);
+    experts_forward(s.c, s.model, layer, rows, g, up, x, rho, offsets);
     moe_gather(s.c, drows, dy, row_token);
     const testing::Tensor dy_rows = absolute(drows);
     experts_backward(s.c, s.model, layer, drows, drho, {x, rho, g, up, offsets}, {a, dg, du}, s.gradients.tensors.layers[at]);
@@ -332,7 +332,7 @@ TEST_P(ExpertParallel, WorkspaceIsWhatTheHeaderSays) {
         testing::Tensor x(dtype, {C, D}), rho(DType::f32, {C}), y(dtype, {C, D}), g(dtype, {C, I}), up(dtype, {C, I}), a(dtype, {C, I});
         testing::Tensor dg(DType::f32, {C, I}), du(DType::f32, {C, I}), drows(DType::f32, {C, D}), drho(DType::f32, {C}), offsets(DType::i32, {own + 1});
         for (int64_t e = 1; e <= own; ++e) offsets.ptr<int32_t>()[e] = static_cast<int32_t>(C);
-        experts_forward(ops, s.model, 0, y, g, up, a, x, rho, offsets);
+        experts_forward(ops, s.model, 0, y, g, up, x, rho, offsets);
         experts_backward(ops, s.model, 0, drows, drho, {x, rho, g, up, offsets}, {a, dg, du}, quiet.gradients.tensors.layers[0]);
         const size_t scratch = ops.workspace().high_bytes();
 

@@ -19,11 +19,13 @@ void expert_gradients(Context& c, TensorView dx, bool accumulate, TensorView dw_
 
 }  // namespace
 
-void experts_forward(Context& c, const Model& model, int layer, TensorView y, TensorView g, TensorView u, TensorView a, ConstTensorView x,
-                     ConstTensorView rho, ConstTensorView offsets) {
+void experts_forward(Context& c, const Model& model, int layer, TensorView y, TensorView g, TensorView u, ConstTensorView x, ConstTensorView rho,
+                     ConstTensorView offsets, ConstTensorView row_of) {
   const LayerTensors<WeightView>& w = model.weights->tensors().layers[static_cast<size_t>(layer)];
   const MatmulCall of_input[] = {{g, x, w.w1}, {u, x, w.w3}};
-  grouped_matmul_many(c, of_input, offsets);
+  grouped_matmul_many(c, of_input, offsets, {row_of, /*scratch=*/y});
+  const ArenaScope scope(*c.workspace);
+  const MatmulInput a = matmul_input(c, g.dtype, g.rows(), g.dim(1), w.w2);
   swiglu(c, a, g, u, rho, model.weights->config().swiglu_limit);
   grouped_matmul(c, y, a, w.w2, offsets);
 }

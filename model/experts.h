@@ -9,9 +9,9 @@
 
 namespace lockstep {
 
-// Writes y, g and u. y may be x; a is scratch.
-void experts_forward(Context& c, const Model& model, int layer, TensorView y, TensorView g, TensorView u, TensorView a, ConstTensorView x,
-                     ConstTensorView rho, ConstTensorView offsets);
+// Writes y, g and u. y may be x; scratch: a. With row_of [n] i32 row r of x is x[row_of[r]].
+void experts_forward(Context& c, const Model& model, int layer, TensorView y, TensorView g, TensorView u, ConstTensorView x, ConstTensorView rho,
+                     ConstTensorView offsets, ConstTensorView row_of = {});
 
 // What experts_forward read and wrote.
 struct ExpertRows {

@@ -54,13 +54,11 @@ void moe_layer_forward(Context& c, const Model& model, int layer, const Sequence
     saved.rho = keep.tensor(DType::f32, {R}, "moe.rho");
     saved.g = keep.tensor(dtype, {R, I}, "moe.g");
     saved.u = keep.tensor(dtype, {R, I}, "moe.u");
-    TensorView a = ws.tensor(dtype, {R, I}, "moe.a");
     moe_spread(c, saved.rho, saved.weight, saved.slot_row);
-    moe_gather(c, rows, u, saved.row_token);
-    experts_forward(c, model, layer, rows, saved.g, saved.u, a, rows, saved.rho, saved.offsets);  // results take the place of the rows
+    experts_forward(c, model, layer, rows, saved.g, saved.u, u, saved.rho, saved.offsets, saved.row_token);
   }
 
-  TensorView shared_a = ws.tensor(dtype, {T, I}, "moe.shared_a");
+  const MatmulInput shared_a = matmul_input(c, dtype, T, I, w.shared_w2);
   swiglu(c, shared_a, saved.shared_g, saved.shared_u, ConstTensorView(), m.swiglu_limit);
   TensorView shared_y = ws.tensor(dtype, {T, D}, "moe.shared_y");
   matmul(c, shared_y, shared_a, w.shared_w2);

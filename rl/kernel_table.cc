@@ -163,6 +163,12 @@ class Table {
            const auto g = o.operands.random(kBf16, {expert_rows, inner}), u = o.operands.random(kBf16, {expert_rows, inner}), a = o.operands.make(kBf16, {expert_rows, inner});
            return [=, &c = o.c(), rho = o.operands.ones({expert_rows})] { swiglu(c, a, g, u, rho, limit); };
          }});
+    if (device_ == Device::gpu)
+      add({.op = "swiglu", .name = "experts", .dtype = kE4m3, .shape = {expert_rows, inner}, .bytes = product(expert_rows, inner) * 5, .set_up = [=](const CallOperands& o) -> Run {
+             const auto g = o.operands.random(kBf16, {expert_rows, inner}), u = o.operands.random(kBf16, {expert_rows, inner});
+             const MatmulInput a = {{}, o.operands.make(kE4m3, {expert_rows, inner}), o.operands.make(kF32, {expert_rows, num_blocks(inner, 128)})};
+             return [=, &c = o.c(), rho = o.operands.ones({expert_rows})] { swiglu(c, a, g, u, rho, limit); };
+           }});
     if (!train) return;
     add({.op = "swiglu", .name = "experts", .pass = "backward", .dtype = kF32, .shape = {expert_rows, inner}, .bytes = product(expert_rows, inner) * 16,
          .set_up = [=](const CallOperands& o) -> Run {
@@ -418,6 +424,11 @@ class Table {
            const auto x = o.operands.random(kBf16, {t, d}), rows = o.operands.make(kBf16, {R, d});
            return [=, &c = o.c(), p = plan(o.operands)] { moe_gather(c, rows, x, p.row_token); };
          }});
+    if (device_ == Device::gpu)
+      add({.op = "matmul", .name = "quantize_rows of experts", .shape = {R, d}, .bytes = product(t, d) * 2 + product(R, d), .set_up = [=](const CallOperands& o) -> Run {
+             const auto x = o.operands.random(kBf16, {t, d}), codes = o.operands.make(kE4m3, {R, d}), scales = o.operands.make(kF32, {R, num_blocks(d, 128)});
+             return [=, &c = o.c(), p = plan(o.operands)] { gpu::quantize_rows(c, codes, scales, x, p.row_token); };
+           }});
     const auto grouped = [&](const char* name, int64_t n, int64_t k) {
       const double operations = 2 * product(R, n, k);
       for (const DType dtype : {kBf16, kE4m3, kE2m1}) {

@@ -4,6 +4,7 @@
 
 #include "core/formats.h"
 #include "ops/matmul/matmul_cpu.h"
+#include "ops/moe_permute/moe_permute.h"
 
 namespace lockstep {
 
@@ -86,6 +87,15 @@ void check_forward(const char* op, ConstTensorView y, ConstTensorView x, const S
 void check_product(const char* op, ConstTensorView y, ConstTensorView x, const WeightView& w, int experts) {
   check_weight(op, w, experts);
   check_forward(op, y, x, numbers(op, w, x.dim(1)));
+}
+
+// The same of an x that is there in codes, for the kernels that matmul_input saw to.
+void check_codes(const char* op, ConstTensorView y, const MatmulInput& x, const WeightView& w, int experts) {
+  ConstTensorView as_read = x.codes;
+  as_read.dtype = DType::bf16;
+  check_product(op, y, as_read, w, experts);
+  CHECK(w.quantized() && x.codes.dtype == DType::e4m3 && x.scales.dtype == DType::f32 && x.scales.shape == Shape({x.codes.rows(), num_blocks(x.codes.dim(1), 128)}),
+        "{}: codes {} {}, scales {} {}", op, dtype_name(x.codes.dtype), x.codes.shape.str(), dtype_name(x.scales.dtype), x.scales.shape.str());
 }
 
 void check_backward_input(const char* op, ConstTensorView dx, ConstTensorView dy, const Shape& w) {
@@ -287,7 +297,18 @@ void matmul_many(Context& c, std::span<const MatmulCall> products) {
     return;
   }
   for (const MatmulCall& p : products) check_product("matmul_many", p.y, p.x, p.w, 0);
-  device::matmul_many(c, products, ConstTensorView());
+  device::matmul_many(c, products, {}, {});
+}
+
+MatmulInput matmul_input(Context& c, DType dtype, int64_t rows, int64_t k, const WeightView& w) {
+  if (c.on_gpu() && device::reads_codes(dtype, k, w)) return device::code_input(c, rows, k);
+  return {c.workspace->tensor(dtype, {rows, k}, "matmul input")};
+}
+
+void matmul(Context& c, TensorView y, const MatmulInput& x, const WeightView& w) {
+  if (!x.quantized()) return matmul(c, y, x.x, w);
+  check_codes("matmul", y, x, w, 0);
+  device::matmul(c, y, x, w, ConstTensorView());
 }
 
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {
@@ -307,16 +328,29 @@ void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy,
   c.on_gpu() ? device::matmul_backward_weight(c, dw_accum, dy, x) : simd::matmul_backward_weight(c, dw_accum, dy, x);
 }
 
-void grouped_matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets) {
+void grouped_matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets, const RowsToGather& gather) {
+  if (!gather.row_of.empty()) {
+    for (const MatmulCall& p : products)
+      CHECK(p.x.data == products[0].x.data && p.x.shape == products[0].x.shape && p.y.rows() == gather.row_of.dim(0), "grouped_matmul_many: {} rows of {} to gather for y {}",
+            gather.row_of.dim(0), p.x.shape.str(), p.y.shape.str());
+    if (!c.on_gpu() || !device::gathers_codes(products)) {
+      moe_gather(c, gather.scratch, products[0].x, gather.row_of);
+      MatmulCalls gathered;
+      for (const MatmulCall& p : products) gathered.push_back({p.y, gather.scratch, p.w});
+      return grouped_matmul_many(c, gathered, offsets);
+    }
+  }
   if (!c.on_gpu()) {
     for (const MatmulCall& p : products) grouped_matmul(c, p.y, p.x, p.w, offsets);
     return;
   }
   for (const MatmulCall& p : products) {
-    check_product("grouped_matmul_many", p.y, p.x, p.w, 1);
-    check_offsets(c, "grouped_matmul_many", offsets, p.w.rows.shape[0], p.x.rows());
+    ConstTensorView x = p.x;
+    if (!gather.row_of.empty()) x.shape.dims[0] = gather.row_of.dim(0);
+    check_product("grouped_matmul_many", p.y, x, p.w, 1);
+    check_offsets(c, "grouped_matmul_many", offsets, p.w.rows.shape[0], x.rows());
   }
-  device::matmul_many(c, products, offsets);
+  device::matmul_many(c, products, offsets, gather.row_of);
 }
 
 ConstTensorView matmul_backward_rows(Context& c, ConstTensorView dy, ConstTensorView dw_accum, ConstTensorView x, const WeightView& w) {
@@ -330,6 +364,13 @@ void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightVie
   if (c.on_gpu()) return device::grouped_matmul(c, y, x, w, offsets);
   if (w.quantized()) return simd::quantized_matmul(c, y, x, w, 0, offsets);
   simd::grouped_matmul(c, y, x, w, offsets);
+}
+
+void grouped_matmul(Context& c, TensorView y, const MatmulInput& x, const WeightView& w, ConstTensorView offsets) {
+  if (!x.quantized()) return grouped_matmul(c, y, x.x, w, offsets);
+  check_codes("grouped_matmul", y, x, w, 1);
+  check_offsets(c, "grouped_matmul", offsets, w.rows.shape[0], x.codes.rows());
+  device::matmul(c, y, x, w, offsets);
 }
 
 void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets,

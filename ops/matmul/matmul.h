@@ -104,12 +104,30 @@ inline constexpr size_t kMatmulCallsMax = 32;
 using MatmulCalls = FixedList<MatmulCall, kMatmulCallsMax>;
 void matmul_many(Context& c, std::span<const MatmulCall> products);  // at most kMatmulCallsMax
 
+// Rows of experts that have yet to be brought there: row r of the products' one x is its row row_of[r] (moe_permute.h's row_token).
+struct RowsToGather {
+  ConstTensorView row_of;  // [R] i32, trusted; empty: x has the rows already
+  TensorView scratch = {};  // [R, K] of x's dtype, which takes the rows where they have to be copied; quantised products on a GPU gather while they quantise
+};
+
+// x of one product, for an op to write as the product reads it: in codes where quantised products run on a GPU's matrix units, which saves writing x and reading it
+// again. The bits are those of x written in its dtype and then quantised.
+struct MatmulInput {
+  TensorView x;                    // [M, K] f32 | bf16, or empty:
+  TensorView codes = {}, scales = {};  // e4m3 [M, K] and f32 [M, ceil(K / 128)]
+  bool quantized() const { return codes.data != nullptr; }
+};
+// In c.workspace, until the caller's scope ends, and undefined. dtype: of x.
+MatmulInput matmul_input(Context& c, DType dtype, int64_t rows, int64_t k, const WeightView& w);
+void matmul(Context& c, TensorView y, const MatmulInput& x, const WeightView& w);
+
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate = false);
 void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
 ConstTensorView matmul_backward_rows(Context& c, ConstTensorView dy, ConstTensorView dw_accum, ConstTensorView x, const WeightView& w);
 
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
-void grouped_matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets);
+void grouped_matmul(Context& c, TensorView y, const MatmulInput& x, const WeightView& w, ConstTensorView offsets);
+void grouped_matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets, const RowsToGather& gather = {});
 void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w,
                                    ConstTensorView offsets, bool accumulate = false);
 void grouped_matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x,

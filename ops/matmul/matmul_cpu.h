@@ -41,7 +41,13 @@ namespace lockstep::device {
 void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment);
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate);
 void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
-void matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets);  // offsets: of experts; empty for one matrix each
+// offsets: of experts; empty for one matrix each. row_of as in RowsToGather: only for products that gathers_codes is true of.
+void matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets, ConstTensorView row_of);
+bool gathers_codes(std::span<const MatmulCall> products);
+// MatmulInput: whether a product reads codes, room for them, and the product (offsets: of experts, or empty).
+bool reads_codes(DType x, int64_t k, const WeightView& w);
+MatmulInput code_input(Context& c, int64_t rows, int64_t k);
+void matmul(Context& c, TensorView y, const MatmulInput& x, const WeightView& w, ConstTensorView offsets);
 ConstTensorView matmul_backward_rows(Context& c, ConstTensorView dy, ConstTensorView dw_accum, ConstTensorView x, const WeightView& w);
 void grouped_matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, ConstTensorView offsets);
 void grouped_matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets, bool accumulate);

@@ -53,46 +53,44 @@ bool use_matrix_units(ConstTensorView x, const WeightView& w, int64_t k_segment)
 }
 
 gpu::MatmulProblem forward_problem(TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
-  gpu::MatmulProblem p = {.m = x.rows(), .n = y.dim(1), .k = x.dim(1), .x = x.data, .w = w.rows.data, .y = y.data, .x_stride = x.row_stride,
+  gpu::MatmulProblem p = {.m = y.rows(), .n = y.dim(1), .k = x.dim(1), .x = x.data, .w = w.rows.data, .y = y.data, .x_stride = x.row_stride,
                           .w_stride = inner_stride(w.rows), .y_stride = y.row_stride, .y_is_f32 = y.dtype == DType::f32, .k_segment = k_segment};
   if (offsets.data != nullptr) p.offsets = offsets.ptr<int32_t>(), p.experts = w.rows.shape[0];
   return p;
 }
 
 // x in E4M3, in the workspace, which the caller's scope releases.
-struct Quantized {
-  ConstTensorView codes, scales;
-};
-Quantized quantized(Context& c, ConstTensorView x) {
-  const int64_t m = x.rows(), k = x.dim(1);
-  const TensorView codes = c.workspace->tensor(DType::e4m3, {m, gpu::padded_stride(DType::e4m3, k)}, "matmul codes").cols(0, k),
-                   scales = c.workspace->tensor(DType::f32, {m, num_blocks(k, 128)}, "matmul scales");
-  gpu::quantize_rows(c, codes, scales, x);
-  return {codes, scales};
+MatmulInput quantized(Context& c, ConstTensorView x, ConstTensorView row_of) {
+  const MatmulInput out = code_input(c, row_of.empty() ? x.rows() : row_of.dim(0), x.dim(1));
+  gpu::quantize_rows(c, out.codes, out.scales, x, row_of);
+  return out;
 }
-gpu::Fp8Problem fp8_problem(gpu::MatmulProblem p, const Quantized& x, const WeightView& w) {
+gpu::Fp8Problem fp8_problem(gpu::MatmulProblem p, const MatmulInput& x, const WeightView& w) {
   p.x = x.codes.data, p.x_stride = x.codes.row_stride;
   return {.codes = p, .x_scale = x.scales.ptr<float>(), .w_scale = static_cast<const uint8_t*>(w.scales.data), .x_scale_stride = x.scales.row_stride,
           .w_scale_stride = inner_stride(w.scales)};
 }
 
-void forward_on_matrix_units(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
-  const gpu::MatmulProblem p = forward_problem(y, x, w, k_segment, offsets);
-  if (!w.quantized()) return gpu::matmul_bf16(p, c.stream);
-  const ArenaScope scope(*c.workspace);
-  const gpu::Fp8Problem q = fp8_problem(p, quantized(c, x), w);
+void codes_on_matrix_units(Context& c, TensorView y, const MatmulInput& x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
+  const gpu::Fp8Problem p = fp8_problem(forward_problem(y, x.codes, w, k_segment, offsets), x, w);
   if constexpr (kMatrixUnitsFp4)
-    if (w.rows.dtype == DType::e2m1x2) return gpu::matmul_fp4(q, c.stream);
-  gpu::matmul_fp8(q, c.stream);
+    if (w.rows.dtype == DType::e2m1x2) return gpu::matmul_fp4(p, c.stream);
+  gpu::matmul_fp8(p, c.stream);
 }
 
-void many_on_matrix_units(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets) {
+void forward_on_matrix_units(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
+  if (!w.quantized()) return gpu::matmul_bf16(forward_problem(y, x, w, k_segment, offsets), c.stream);
+  const ArenaScope scope(*c.workspace);
+  codes_on_matrix_units(c, y, quantized(c, x, {}), w, k_segment, offsets);
+}
+
+void many_on_matrix_units(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets, ConstTensorView row_of) {
   const ArenaScope scope(*c.workspace);
   FixedList<gpu::MatmulProblem, kMatmulCallsMax> bf16;
   FixedList<gpu::Fp8Problem, kMatmulCallsMax> fp8;
   struct Operand {
     ConstTensorView x;
-    Quantized quantized;
+    MatmulInput quantized;
   };
   FixedList<Operand, kMatmulCallsMax> operands;
   for (const auto& [y, x, w] : products) {
@@ -103,7 +101,7 @@ void many_on_matrix_units(Context& c, std::span<const MatmulCall> products, Cons
     }
     const auto same = [&x = x](const Operand& o) { return o.x.data == x.data && o.x.dtype == x.dtype && o.x.shape == x.shape && o.x.row_stride == x.row_stride; };
     const Operand* found = std::find_if(operands.begin(), operands.end(), same);
-    if (found == operands.end()) operands.push_back({x, quantized(c, x)});
+    if (found == operands.end()) operands.push_back({x, quantized(c, x, row_of)});
     const gpu::Fp8Problem q = fp8_problem(p, found->quantized, w);
     if constexpr (kMatrixUnitsFp4) {
       if (w.rows.dtype == DType::e2m1x2) {
@@ -178,7 +176,22 @@ void matmul(Context& c, TensorView y, ConstTensorView x, const WeightView& w, in
     if (use_matrix_units(x, w, k_segment)) return forward_on_matrix_units(c, y, x, w, k_segment, {});
   portable::matmul(c, y, x, w, k_segment);
 }
-void matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets) {
+bool reads_codes(DType x, int64_t k, const WeightView& w) {
+  ConstTensorView one_row;
+  one_row.dtype = x, one_row.shape = {1, k}, one_row.row_stride = k;
+  return w.quantized() && use_matrix_units(one_row, w, 0);
+}
+MatmulInput code_input(Context& c, int64_t rows, int64_t k) {
+  return {{}, c.workspace->tensor(DType::e4m3, {rows, gpu::padded_stride(DType::e4m3, k)}, "matmul codes").cols(0, k),
+          c.workspace->tensor(DType::f32, {rows, num_blocks(k, 128)}, "matmul scales")};
+}
+void matmul(Context& c, TensorView y, const MatmulInput& x, const WeightView& w, ConstTensorView offsets) {
+  if constexpr (kMatrixUnits) codes_on_matrix_units(c, y, x, w, 0, offsets);
+}
+bool gathers_codes(std::span<const MatmulCall> products) {
+  return std::all_of(products.begin(), products.end(), [](const MatmulCall& p) { return p.w.quantized() && use_matrix_units(p.x, p.w, 0); });
+}
+void matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorView offsets, ConstTensorView row_of) {
   MatmulCalls on_units;
   for (const MatmulCall& p : products) {
     if (use_matrix_units(p.x, p.w, 0)) {
@@ -187,7 +200,7 @@ void matmul_many(Context& c, std::span<const MatmulCall> products, ConstTensorVi
       offsets.data == nullptr ? portable::matmul(c, p.y, p.x, p.w, 0) : portable::grouped_matmul(c, p.y, p.x, p.w, offsets);
     }
   }
-  if constexpr (kMatrixUnits) many_on_matrix_units(c, on_units, offsets);
+  if constexpr (kMatrixUnits) many_on_matrix_units(c, on_units, offsets, row_of);
 }
 void matmul_backward_input(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, bool accumulate) {
   if constexpr (kMatrixUnits)

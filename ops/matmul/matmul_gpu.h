@@ -82,10 +82,11 @@ void matmul_backward_weight_bf16(const MatmulBackwardProblem& p, void* stream);
 
 // Operands of the products from what the model holds; any GPU.
 //   round_rows     to [M, N] bf16 = from [M, N] f32, nearest even
-//   quantize_rows  codes [M, K] e4m3 and scales [M, ceil(K / 128)] f32 of x [M, K] f32 | bf16: the codes of quantize(x) in kFp8Activation and its scales in f32
+//   quantize_rows  codes [M, K] e4m3 and scales [M, ceil(K / 128)] f32 of x [M, K] f32 | bf16: the codes of quantize(x) in kFp8Activation and its scales in f32;
+//                  with row_of [M] i32 row r is that of x[row_of[r]]
 // Rows may be apart. A pitch of padded_stride(n) elements makes rows of n fit.
 void round_rows(Context& c, TensorView to, ConstTensorView from);
-void quantize_rows(Context& c, TensorView codes, TensorView scales, ConstTensorView x);
+void quantize_rows(Context& c, TensorView codes, TensorView scales, ConstTensorView x, ConstTensorView row_of = {});
 constexpr int64_t padded_stride(DType dtype, int64_t n) {
   const int64_t piece = 16 / static_cast<int64_t>(dtype_bytes(dtype));
   return (n + piece - 1) / piece * piece;

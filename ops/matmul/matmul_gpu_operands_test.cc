@@ -54,6 +54,28 @@ TEST(MatmulGpuOperands, CodesAreThoseOfQuantize) {
       }
 }
 
+// Rows from anywhere: those of the rows themselves.
+TEST(MatmulGpuOperands, GatheredRows) {
+  testing::Gpu gpu;
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const int64_t k : {7, 128, 300}) {
+      const Tensor row_of = testing::int_tensor({4, 0, 4, 2, 3, 3, 1});
+      const int64_t rows = row_of.view().dim(0), blocks = (k + 127) / 128;
+      const ConstTensorView x = gpu.put(with_extremes(dtype, {5, k}));
+      const auto codes = [&](int64_t n) { return gpu.put(Tensor(DType::e4m3, {n, k})); };
+      const auto scales = [&](int64_t n) { return gpu.put(Tensor(DType::f32, {n, blocks})); };
+      const TensorView all = codes(5), all_scales = scales(5), some = codes(rows), some_scales = scales(rows);
+      gpu::quantize_rows(gpu, all, all_scales, x);
+      gpu::quantize_rows(gpu, some, some_scales, x, gpu.put(row_of));
+      const Tensor expected = gpu.get(all), expected_scales = gpu.get(all_scales), got = gpu.get(some), got_scales = gpu.get(some_scales);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t from = row_of.view().ptr<int32_t>()[r];
+        EXPECT_EQ(count_bit_differences(got.view().slice(r, 1), expected.view().slice(from, 1)), 0) << dtype_name(dtype) << k << " row " << r;
+        EXPECT_EQ(count_bit_differences(got_scales.view().slice(r, 1), expected_scales.view().slice(from, 1)), 0) << dtype_name(dtype) << k << " row " << r;
+      }
+    }
+}
+
 void expect_codes_of_quantize(const Tensor& x) {
   CpuContext cpu;
   testing::Gpu gpu;

@@ -4,12 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <list>
 #include <utility>
 #include <vector>
 
 #include "ops/gpu_testing.h"
 #include "ops/matmul/matmul.h"
 #include "ops/matmul/matmul_cpu.h"
+#include "ops/moe_permute/moe_permute.h"
+#include "ops/swiglu/swiglu.h"
 
 namespace lockstep {
 namespace {
@@ -259,6 +262,53 @@ TEST_F(MatmulGpu, ManyHaveTheBitsOfEach) {
       }
     }
   }
+}
+
+// Rows that the products bring to their experts themselves, twice and in any order, on either device.
+TEST_F(MatmulGpu, GatheredRowsHaveTheBitsOfRowsInPlace) {
+  const Tensor offsets = int_tensor({0, 3, 3, 40}), row_of = testing::random_ints(8, {40}, 15);
+  for (const Chosen& s : kChosen) {
+    const QuantWeight q1(cpu_, random_tensor(1, DType::f32, {3, 128, kK}), kFp8Weight, 128, 0), q2(cpu_, random_tensor(2, DType::f32, {3, 256, kK}), kFp8Weight, 256, 0);
+    const Tensor x = random_tensor(3, s.x, {15, kK}), w1 = random_tensor(1, s.x, {3, 128, kK}), w2 = random_tensor(2, s.x, {3, 256, kK});
+    const auto check = [&](Context& c, const auto& put, const auto& make, const auto& get) {
+      const ConstTensorView tokens = put(x), of = put(row_of), at = put(offsets);
+      const WeightView v1 = s.quantised ? q1.view(put) : WeightView{put(w1), {}}, v2 = s.quantised ? q2.view(put) : WeightView{put(w2), {}};
+      const TensorView rows = make(s.x, Shape{40, kK}), scratch = make(s.x, Shape{40, kK});
+      moe_gather(c, rows, tokens, of);
+      const TensorView y1 = make(s.y, Shape{40, 128}), y2 = make(s.y, Shape{40, 256}), in_place1 = make(s.y, Shape{40, 128}), in_place2 = make(s.y, Shape{40, 256});
+      const MatmulCall gathering[] = {{y1, tokens, v1}, {y2, tokens, v2}}, in_place[] = {{in_place1, rows, v1}, {in_place2, rows, v2}};
+      grouped_matmul_many(c, gathering, at, {of, scratch});
+      grouped_matmul_many(c, in_place, at);
+      EXPECT_EQ(count_bit_differences(get(y1), get(in_place1)), 0) << s.name;
+      EXPECT_EQ(count_bit_differences(get(y2), get(in_place2)), 0) << s.name;
+    };
+    check(gpu_, [&](ConstTensorView v) -> ConstTensorView { return gpu_.put(v); }, [&](DType dtype, const Shape& shape) { return gpu_.make(dtype, shape); },
+          [&](TensorView v) { return gpu_.get(v); });
+    std::list<Tensor> made;
+    check(cpu_, [](ConstTensorView v) { return v; }, [&](DType dtype, const Shape& shape) { return made.emplace_back(dtype, shape).view(); }, [](TensorView v) { return v; });
+  }
+}
+
+// What an op writes for a product to read has the bits of the two steps, of one matrix and by experts.
+TEST_F(MatmulGpu, InputsThatAnOpWrites) {
+  const auto put = [&](ConstTensorView v) -> ConstTensorView { return gpu_.put(v); };
+  const ConstTensorView offsets = gpu_.put(int_tensor({0, 3, 3, 40}));
+  for (const Chosen& s : kChosen)
+    for (const bool grouped : {false, true}) {
+      const Shape shape = grouped ? Shape{3, 128, kK} : Shape{128, kK};
+      const QuantWeight q(cpu_, random_tensor(1, DType::f32, shape), kFp8Weight, grouped ? 128 : 0, 0);
+      const WeightView w = s.quantised ? q.view(put) : WeightView{put(random_tensor(1, s.x, shape)), {}};
+      const ConstTensorView gate = put(random_tensor(2, s.x, {40, kK})), up = put(random_tensor(3, s.x, {40, kK}));
+      const TensorView y = gpu_.make(s.y, {40, 128}), in_two = gpu_.make(s.y, {40, 128}), between = gpu_.make(s.x, {40, kK});
+      Context& c = gpu_;
+      const ArenaScope scope(*c.workspace);
+      const MatmulInput x = matmul_input(c, s.x, 40, kK, w);
+      swiglu(c, x, gate, up, {}, 0);
+      swiglu(c, between, gate, up, {}, 0);
+      grouped ? lockstep::grouped_matmul(c, y, x, w, offsets) : lockstep::matmul(c, y, x, w);
+      grouped ? lockstep::grouped_matmul(c, in_two, between, w, offsets) : lockstep::matmul(c, in_two, between, w);
+      EXPECT_EQ(count_bit_differences(gpu_.get(y), gpu_.get(in_two)), 0) << s.name << " grouped " << grouped;
+    }
 }
 
 TEST_F(MatmulGpu, ExpertsAndGradientsHaveTheCpusValues) {

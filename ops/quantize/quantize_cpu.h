@@ -69,7 +69,8 @@ RecodeStats recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantVie
 enum class ScaleRule { of_format, power_of_two, given };
 
 namespace device {
-void quantize(Context& c, QuantView q, ConstTensorView x, ScaleRule rule, float amax_floor);
+// row_of [rows of q] i32, for blocks of one row: row r is x[row_of[r]]. Empty: x[r].
+void quantize(Context& c, QuantView q, ConstTensorView x, ScaleRule rule, float amax_floor, ConstTensorView row_of = {});
 QuantStats quant_stats(Context& c, ConstQuantView q, ConstTensorView x);
 void dequantize(Context& c, TensorView y, ConstQuantView q);
 void recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantView from);

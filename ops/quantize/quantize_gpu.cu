@@ -123,9 +123,10 @@ GPU_INLINE float find_scale(const Scales& scales, const Scaling& scaling, const 
 inline constexpr int kRowThreads = 256, kHeld = 2;  // pieces of a block that a thread holds
 
 template <typename Code, typename T, int kLanes>
-GPU_KERNEL GPU_BOUNDS(kRowThreads) quantize_rows_kernel(Codes codes, Scales scales, const T* x, int64_t x_stride, Matrix m, Divisor blocks, Scaling scaling) {
+GPU_KERNEL GPU_BOUNDS(kRowThreads) quantize_rows_kernel(Codes codes, Scales scales, const T* x, int64_t x_stride, const int32_t* row_of, Matrix m, Divisor blocks, Scaling scaling) {
   const uint32_t block = (static_cast<uint32_t>(block_x()) * kRowThreads + static_cast<uint32_t>(thread_x())) / kLanes;
   const uint32_t row = m.rows == 1 ? 0 : blocks.quotient(block), j = block - row * blocks.divisor;
+  const int64_t from = row_of == nullptr || row >= m.rows ? row : row_of[row];
   const int lane = thread_x() % kLanes;
   int64_t at[kHeld];
   int count[kHeld];
@@ -135,7 +136,7 @@ GPU_KERNEL GPU_BOUNDS(kRowThreads) quantize_rows_kernel(Codes codes, Scales scal
     at[h] = (static_cast<int64_t>(j) * kHeld + h) * (kLanes * kPiece) + lane * kPiece;
     const int64_t left = row < m.rows ? m.cols - at[h] : 0;
     count[h] = left >= kPiece ? kPiece : left > 0 ? static_cast<int>(left) : 0;
-    e[h] = load(x + row * x_stride + at[h], count[h], m.aligned);
+    e[h] = load(x + from * x_stride + at[h], count[h], m.aligned);
   }
   Largest largest;
 #pragma unroll
@@ -457,10 +458,10 @@ void check_size(const char* op, int64_t rows, int64_t cols) {
 }
 
 template <typename Code, typename T>
-void quantize_as(Context& c, const QuantView& q, const ConstTensorView& x, const Scaling& scaling) {
+void quantize_as(Context& c, const QuantView& q, const ConstTensorView& x, const Scaling& scaling, const ConstTensorView& row_of) {
   const Codes codes = codes_of(q.codes);
   const Scales scales = scales_of(q.scales);
-  Matrix m{x.rows(), x.dim(1), rows_aligned(x, 16) && rows_aligned(q.codes, kPacked<Code> ? kPiece / 2 : kPiece) && q.block_cols % kPiece == 0};
+  Matrix m{q.codes.rows(), x.dim(1), rows_aligned(x, 16) && rows_aligned(q.codes, kPacked<Code> ? kPiece / 2 : kPiece) && q.block_cols % kPiece == 0};
   int64_t blocks = q.scales.dim(1);
   check_size("quantize", m.rows, blocks * q.block_cols);
   if (q.block_rows == 128 && q.block_cols == 128)
@@ -468,10 +469,10 @@ void quantize_as(Context& c, const QuantView& q, const ConstTensorView& x, const
                   quantize_squares_kernel<Code, T>, codes, scales, x.ptr<T>(), x.row_stride, m, Divisor(blocks), scaling);
   if (q.block_rows == 1 && (q.block_cols == 128 || q.block_cols == 64 || q.block_cols == 32)) {
     // Whole blocks without gaps are one long row.
-    if (m.cols % q.block_cols == 0 && x.contiguous() && q.codes.contiguous() && q.scales.contiguous()) m.cols *= m.rows, blocks *= m.rows, m.rows = 1;
+    if (row_of.empty() && m.cols % q.block_cols == 0 && x.contiguous() && q.codes.contiguous() && q.scales.contiguous()) m.cols *= m.rows, blocks *= m.rows, m.rows = 1;
     const auto run = [&](auto kernel) {
       launch(c, "quantize_rows", {.blocks = blocks_for(m.rows * blocks * q.block_cols, kHeld * kPiece * kRowThreads), .threads = kRowThreads}, kernel, codes, scales, x.ptr<T>(),
-             x.row_stride, m, Divisor(blocks), scaling);
+             x.row_stride, row_of.empty() ? nullptr : row_of.ptr<int32_t>(), m, Divisor(blocks), scaling);
     };
     return run(q.block_cols == 128 ? quantize_rows_kernel<Code, T, 8> : q.block_cols == 64 ? quantize_rows_kernel<Code, T, 4> : quantize_rows_kernel<Code, T, 2>);
   }
@@ -481,8 +482,8 @@ void quantize_as(Context& c, const QuantView& q, const ConstTensorView& x, const
 
 }  // namespace
 
-void quantize(Context& c, QuantView q, ConstTensorView x, ScaleRule rule, float amax_floor) {
-  with_types(q.codes.dtype, x.dtype, [&]<typename Code, typename T>(Code, T) { quantize_as<Code, T>(c, q, x, {rule, amax_floor}); });
+void quantize(Context& c, QuantView q, ConstTensorView x, ScaleRule rule, float amax_floor, ConstTensorView row_of) {
+  with_types(q.codes.dtype, x.dtype, [&]<typename Code, typename T>(Code, T) { quantize_as<Code, T>(c, q, x, {rule, amax_floor}, row_of); });
 }
 
 void dequantize(Context& c, TensorView y, ConstQuantView q) {

@@ -24,6 +24,14 @@ void swiglu(Context& c, TensorView a, ConstTensorView g, ConstTensorView u, Cons
   c.on_gpu() ? device::swiglu(c, a, g, u, rho, limit) : simd::swiglu(c, a, g, u, rho, limit);
 }
 
+void swiglu(Context& c, const MatmulInput& a, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit) {
+  if (!a.quantized()) return swiglu(c, a.x, g, u, rho, limit);
+  check_inputs("swiglu", g, u, rho);
+  CHECK(a.codes.shape == g.shape && a.scales.shape == Shape({g.dim(0), num_blocks(g.dim(1), 128)}), "swiglu: codes {}, scales {}, g {}", a.codes.shape.str(),
+        a.scales.shape.str(), g.shape.str());
+  if (!g.empty()) device::swiglu(c, a.codes, a.scales, g, u, rho, limit);
+}
+
 void swiglu_backward(Context& c, TensorView dg, TensorView du, TensorView drho, ConstTensorView da, ConstTensorView g,
                      ConstTensorView u, ConstTensorView rho, float limit) {
   check_inputs("swiglu_backward", g, u, rho);

@@ -7,11 +7,12 @@
 //   da * (silu(g) * u), fused; silu' = s * fma(g, 1 - s, 1). Row contract holds.
 // Scratch: none. Source: V4 spec 2.8.
 
-#include "core/context.h"
+#include "ops/matmul/matmul.h"
 
 namespace lockstep {
 
 void swiglu(Context& c, TensorView a, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit);
+void swiglu(Context& c, const MatmulInput& a, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit);  // as the next product reads it
 void swiglu_backward(Context& c, TensorView dg, TensorView du, TensorView drho, ConstTensorView da, ConstTensorView g,
                      ConstTensorView u, ConstTensorView rho, float limit);
 

@@ -19,6 +19,7 @@ void swiglu_backward(Context& c, TensorView dg, TensorView du, TensorView drho, 
 
 namespace device {
 void swiglu(Context& c, TensorView a, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit);
+void swiglu(Context& c, TensorView codes, TensorView scales, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit);
 void swiglu_backward(Context& c, TensorView dg, TensorView du, TensorView drho, ConstTensorView da, ConstTensorView g,
                      ConstTensorView u, ConstTensorView rho, float limit);
 }  // namespace device

@@ -1,7 +1,9 @@
-// Elementwise, except drho, for which 16 threads take a row: a piece each, whose terms go by way of shared memory to the tree's virtual lanes. Forward
-// 3 elements of g's dtype, backward 2 of them and 3 f32. Floor: bytes / 4 TB/s.
+// Elementwise, except codes, of which sixteen threads have a block of 128 (quantize/quantize_gpu.h), and drho, for which 16 threads take a row: a piece each,
+// whose terms go by way of shared memory to the tree's virtual lanes. Forward 3 elements of g's dtype (2 and a byte for codes), backward 2 of them and 3 f32.
+// Floor: bytes / 4 TB/s.
 
 #include "ops/elements_gpu.h"
+#include "ops/quantize/quantize_gpu.h"
 #include "ops/row_gpu.h"
 #include "ops/swiglu/swiglu_cpu.h"
 
@@ -18,18 +20,45 @@ GPU_INLINE float clamp_up(float u, float limit) {
 }
 
 template <typename T>
-GPU_KERNEL swiglu_kernel(T* a, int64_t a_stride, const T* g, int64_t g_stride, const T* u, int64_t u_stride, const float* rho, float limit, bool aligned,
-                         int64_t rows, int64_t n) {
-  const Piece p = piece_of_thread(rows, n);
-  if (p.count == 0) return;
-  const Elements<T> gates = load(g + p.row * g_stride + p.at, p.count, aligned), ups = load(u + p.row * u_stride + p.at, p.count, aligned);
-  const float weight = rho == nullptr ? 1.0f : rho[p.row];  // a product with 1 changes no bit
+struct Inputs {
+  const T *g, *u;
+  const float* rho;  // may be null
+  int64_t g_stride, u_stride;
+  float limit;
+  bool aligned;
+};
+
+// Zero past the piece's count.
+template <typename T>
+GPU_INLINE Elements<T> activate(const Inputs<T>& in, const Piece& p) {
+  const Elements<T> gates = load(in.g + p.row * in.g_stride + p.at, p.count, in.aligned), ups = load(in.u + p.row * in.u_stride + p.at, p.count, in.aligned);
+  const float weight = in.rho == nullptr || p.count == 0 ? 1.0f : in.rho[p.row];  // a product with 1 changes no bit
   Elements<T> out;
   for (int i = 0; i < kPiece; ++i) {
-    const float gate = clamp_gate(to_f32(gates.v[i]), limit), up = clamp_up(to_f32(ups.v[i]), limit);
+    const float gate = clamp_gate(to_f32(gates.v[i]), in.limit), up = clamp_up(to_f32(ups.v[i]), in.limit);
     out.v[i] = from_f32<T>(gate * sigmoid_f32(gate) * up * weight);
   }
-  store(a + p.row * a_stride + p.at, out, p.count, aligned);
+  return out;
+}
+
+template <typename T>
+GPU_KERNEL swiglu_kernel(T* a, int64_t a_stride, Inputs<T> in, int64_t rows, int64_t n) {
+  const Piece p = piece_of_thread(rows, n);
+  if (p.count > 0) store(a + p.row * a_stride + p.at, activate(in, p), p.count, in.aligned);
+}
+
+// Rows are padded to whole blocks, so that the sixteen threads of one stay together.
+template <typename T>
+GPU_KERNEL swiglu_codes_kernel(uint8_t* codes, int64_t codes_stride, float* scales, int64_t scales_stride, Inputs<T> in, int64_t rows, int64_t n, int64_t padded) {
+  const Piece p = piece_of_thread(rows, n, padded);
+  const Elements<T> a = activate(in, p);
+  float v[2][kPiece / 2];
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) v[i / 4][i % 4] = to_f32(a.v[i]);
+  const BlockCodes q = quantize_block(v);
+  if (p.count == 0) return;
+  if (p.at % kCodeBlock == 0) scales[p.row * scales_stride + p.at / kCodeBlock] = q.scale;
+  store(codes + p.row * codes_stride + p.at, q.codes, p.count, in.aligned);
 }
 
 struct Gradient {
@@ -106,9 +135,20 @@ swiglu_backward_weighted_kernel(float* dg, int64_t dg_stride, float* du, int64_t
 }
 
 template <typename T>
+Inputs<T> inputs(ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit, bool aligned) {
+  return {g.ptr<T>(), u.ptr<T>(), rho.empty() ? nullptr : rho.ptr<float>(), g.row_stride, u.row_stride, limit, aligned};
+}
+
+template <typename T>
 void forward(Context& c, TensorView a, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit) {
-  launch(c, "swiglu", grid_of_pieces(g.rows(), g.dim(1)), swiglu_kernel<T>, a.ptr<T>(), a.row_stride, g.ptr<T>(), g.row_stride, u.ptr<T>(), u.row_stride,
-         rho.empty() ? nullptr : rho.ptr<float>(), limit, all_aligned(a, g, u), g.rows(), g.dim(1));
+  launch(c, "swiglu", grid_of_pieces(g.rows(), g.dim(1)), swiglu_kernel<T>, a.ptr<T>(), a.row_stride, inputs<T>(g, u, rho, limit, all_aligned(a, g, u)), g.rows(), g.dim(1));
+}
+
+template <typename T>
+void forward_codes(Context& c, TensorView codes, TensorView scales, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit) {
+  const int64_t padded = blocks_for(g.dim(1), kCodeBlock) * kCodeBlock;
+  launch(c, "swiglu_codes", grid_of_pieces(g.rows(), padded), swiglu_codes_kernel<T>, static_cast<uint8_t*>(codes.data), codes.row_stride, scales.ptr<float>(), scales.row_stride,
+         inputs<T>(g, u, rho, limit, all_aligned(codes, g, u)), g.rows(), g.dim(1), padded);
 }
 
 template <typename T>
@@ -129,6 +169,9 @@ void backward(Context& c, TensorView dg, TensorView du, TensorView drho, ConstTe
 
 void swiglu(Context& c, TensorView a, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit) {
   g.dtype == DType::f32 ? forward<float>(c, a, g, u, rho, limit) : forward<bf16>(c, a, g, u, rho, limit);
+}
+void swiglu(Context& c, TensorView codes, TensorView scales, ConstTensorView g, ConstTensorView u, ConstTensorView rho, float limit) {
+  g.dtype == DType::f32 ? forward_codes<float>(c, codes, scales, g, u, rho, limit) : forward_codes<bf16>(c, codes, scales, g, u, rho, limit);
 }
 void swiglu_backward(Context& c, TensorView dg, TensorView du, TensorView drho, ConstTensorView da, ConstTensorView g, ConstTensorView u, ConstTensorView rho,
                      float limit) {

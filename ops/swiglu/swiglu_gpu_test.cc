@@ -4,7 +4,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "ops/gpu_testing.h"
+#include "ops/matmul/matmul_gpu.h"
 
 namespace lockstep {
 namespace {
@@ -41,6 +44,28 @@ TEST(SwigluGpu, HasTheCpusBits) {
             EXPECT_EQ(count_bit_differences(gpu.get(gda), da), 0) << label;
             EXPECT_EQ(count_bit_differences(gpu.get(gdrho), drho), 0) << label;
           }
+}
+
+// Codes are those of the result in its own dtype.
+TEST(SwigluGpu, CodesAreThoseOfTheResultQuantised) {
+  testing::Gpu gpu;
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const Shape& shape : {Shape{0, 128}, Shape{1, 1}, Shape{3, 7}, Shape{5, 128}, Shape{2, 136}, Shape{3, 640}})
+      for (const int64_t beside : {0, 3, 16})
+        for (const bool weighted : {true, false}) {
+          const int64_t rows = shape[0], n = shape[1], wide = n + beside, blocks = (n + 127) / 128;
+          Tensor g = random_tensor(1, dtype, {rows, wide}, 5.0f);
+          if (rows > 1) g.set(wide + beside, NAN), g.set(wide + wide - 1, INFINITY);
+          const ConstTensorView gates = gpu.put(g).cols(beside, n), ups = gpu.put(random_tensor(2, dtype, {rows, wide}, 5.0f)).cols(beside, n);
+          const ConstTensorView rho = weighted ? gpu.put(random_tensor(3, DType::f32, {rows})) : TensorView();
+          const Tensor filler(DType::e4m3, {rows, wide}), scales(DType::f32, {rows, blocks});
+          const TensorView codes = gpu.put(filler), two_steps = gpu.put(filler), got = gpu.put(scales), expected = gpu.put(scales), a = gpu.make(dtype, shape);
+          swiglu(gpu, MatmulInput{{}, codes.cols(beside, n), got}, gates, ups, rho, 2.5f);
+          swiglu(gpu, a, gates, ups, rho, 2.5f);
+          gpu::quantize_rows(gpu, two_steps.cols(beside, n), expected, a);
+          EXPECT_EQ(count_bit_differences(gpu.get(codes), gpu.get(two_steps)), 0) << dtype_name(dtype) << shape.str() << beside << weighted;
+          EXPECT_EQ(count_bit_differences(gpu.get(got), gpu.get(expected)), 0) << dtype_name(dtype) << shape.str() << beside << weighted;
+        }
 }
 
 }  // namespace
