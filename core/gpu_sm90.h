@@ -36,6 +36,12 @@ struct Barrier {
 };
 GPU_INLINE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// 4 bytes to shared memory in the background; `arrive_when_copied` arrives at the barrier once for this thread when all that it asked for so is there.
+GPU_INLINE void copy_4(void* to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
+GPU_INLINE void arrive_when_copied(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // The box of `map` at (column, row, slab) to shared memory; its bytes are counted by `barrier`.
 GPU_INLINE void load_tile(void* to, const CUtensorMap* map, Barrier* barrier, int column, int row, int slab) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)), "l"(map),
@@ -185,6 +191,42 @@ struct MmaBf16<256, ACross, BCross> {
 template <int N, int BCross = 1>
 struct MmaBf16Registers;
 template <int BCross>
+struct MmaBf16Registers<8, BCross> {
+  GPU_INLINE static void run(float (&d)[4], const unsigned* a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, %8, p, 1, 1, %10;\n}\n"
+        : LOCKSTEP_R4(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
+  }
+};
+template <int BCross>
+struct MmaBf16Registers<16, BCross> {
+  GPU_INLINE static void run(float (&d)[8], const unsigned* a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, p, 1, 1, %14;\n}\n"
+        : LOCKSTEP_R4(d, 0), LOCKSTEP_R4(d, 4)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
+  }
+};
+template <int BCross>
+struct MmaBf16Registers<32, BCross> {
+  GPU_INLINE static void run(float (&d)[16], const unsigned* a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}\n"
+        : LOCKSTEP_R16(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
+  }
+};
+template <int BCross>
 struct MmaBf16Registers<64, BCross> {
   GPU_INLINE static void run(float (&d)[32], const unsigned* a, unsigned long long b, int accumulate) {
     asm volatile(
@@ -196,21 +238,35 @@ struct MmaBf16Registers<64, BCross> {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
   }
 };
-template <>
-struct MmaBf16Registers<128, 1> {
+template <int BCross>
+struct MmaBf16Registers<128, BCross> {
   GPU_INLINE static void run(float (&d)[64], const unsigned* a, unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+        "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"
         : LOCKSTEP_R64(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
   }
 };
-template <>
-struct MmaBf16Registers<256, 1> {
+template <int BCross>
+struct MmaBf16Registers<192, BCross> {
+  GPU_INLINE static void run(float (&d)[96], const unsigned* a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
+        "{%96, %97, %98, %99}, %100, p, 1, 1, %102;\n}\n"
+        : LOCKSTEP_R64(d, 0), LOCKSTEP_R16(d, 64), LOCKSTEP_R16(d, 80)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
+  }
+};
+template <int BCross>
+struct MmaBf16Registers<256, BCross> {
   GPU_INLINE static void run(float (&d)[128], const unsigned* a, unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
@@ -220,9 +276,9 @@ struct MmaBf16Registers<256, 1> {
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
         "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, "
         "%124, %125, %126, %127}, "
-        "{%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}\n"
+        "{%128, %129, %130, %131}, %132, p, 1, 1, %134;\n}\n"
         : LOCKSTEP_R64(d, 0), LOCKSTEP_R64(d, 64)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
   }
 };
 // The same of E4M3, A [64, 32] . B [N, 32]^T. The unit adds with about 14 bits: no more than 128 along K go into one accumulator.

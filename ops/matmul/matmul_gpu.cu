@@ -19,11 +19,6 @@ constexpr bool kMatrixUnits = true;
 #else
 constexpr bool kMatrixUnits = false;
 #endif
-#if LOCKSTEP_GPU_HIP
-constexpr bool kMatrixUnitsFp4 = true;
-#else
-constexpr bool kMatrixUnitsFp4 = false;
-#endif
 constexpr int64_t kThin = 128;
 
 int64_t inner_stride(ConstTensorView v) { return v.shape.rank == 3 ? v.shape[2] : v.row_stride; }
@@ -39,7 +34,7 @@ bool readable(ConstTensorView rows) {
 
 // E2M1 codes with scales of [1, 32], in whole blocks of the inputs' scales.
 bool use_matrix_units_fp4(ConstTensorView x, const WeightView& w, int64_t k_segment) {
-  return kMatrixUnitsFp4 && w.rows.shape.elements() > 0 && readable(w.rows) && gpu::tensor_core_operand(w.rows) && x.dim(1) % 128 == 0 && k_segment == 0 && w.row_grid.block == 1 &&
+  return kMatrixUnits && w.rows.shape.elements() > 0 && readable(w.rows) && gpu::tensor_core_operand(w.rows) && x.dim(1) % 128 == 0 && k_segment == 0 && w.row_grid.block == 1 &&
          w.col_grid.block == 32 && cutting_period(w.col_grid, x.dim(1)) == 0 && w.scales.contiguous() && reinterpret_cast<uintptr_t>(w.scales.data) % 4 == 0;
 }
 
@@ -71,11 +66,23 @@ gpu::Fp8Problem fp8_problem(gpu::MatmulProblem p, const MatmulInput& x, const We
           .w_scale_stride = inner_stride(w.scales)};
 }
 
+// The same with w in E2M1. rows: of x in bf16, where those are what it reads; made here when they are not there, in the workspace.
+gpu::Fp8Problem fp4_problem(Context& c, gpu::Fp8Problem p, const MatmulInput& x, TensorView& rows) {
+  if (!gpu::fp4_takes_bf16_rows()) return p;
+  if (rows.data == nullptr) {
+    rows = c.workspace->tensor(DType::bf16, x.codes.shape, "matmul rows");
+    gpu::fp4_rows(c, rows, x.codes, x.scales);
+  }
+  p.codes.x = rows.data, p.codes.x_stride = rows.row_stride;
+  return p;
+}
+
 void codes_on_matrix_units(Context& c, TensorView y, const MatmulInput& x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
   const gpu::Fp8Problem p = fp8_problem(forward_problem(y, x.codes, w, k_segment, offsets), x, w);
-  if constexpr (kMatrixUnitsFp4)
-    if (w.rows.dtype == DType::e2m1x2) return gpu::matmul_fp4(p, c.stream);
-  gpu::matmul_fp8(p, c.stream);
+  if (w.rows.dtype != DType::e2m1x2) return gpu::matmul_fp8(p, c.stream);
+  const ArenaScope scope(*c.workspace);
+  TensorView rows;
+  gpu::matmul_fp4(fp4_problem(c, p, x, rows), c.stream);
 }
 
 void forward_on_matrix_units(Context& c, TensorView y, ConstTensorView x, const WeightView& w, int64_t k_segment, ConstTensorView offsets) {
@@ -91,6 +98,7 @@ void many_on_matrix_units(Context& c, std::span<const MatmulCall> products, Cons
   struct Operand {
     ConstTensorView x;
     MatmulInput quantized;
+    TensorView fp4_rows;
   };
   FixedList<Operand, kMatmulCallsMax> operands;
   for (const auto& [y, x, w] : products) {
@@ -100,16 +108,14 @@ void many_on_matrix_units(Context& c, std::span<const MatmulCall> products, Cons
       continue;
     }
     const auto same = [&x = x](const Operand& o) { return o.x.data == x.data && o.x.dtype == x.dtype && o.x.shape == x.shape && o.x.row_stride == x.row_stride; };
-    const Operand* found = std::find_if(operands.begin(), operands.end(), same);
-    if (found == operands.end()) operands.push_back({x, quantized(c, x, row_of)});
+    Operand* const found = std::find_if(operands.begin(), operands.end(), same);
+    if (found == operands.end()) operands.push_back({x, quantized(c, x, row_of), {}});
     const gpu::Fp8Problem q = fp8_problem(p, found->quantized, w);
-    if constexpr (kMatrixUnitsFp4) {
-      if (w.rows.dtype == DType::e2m1x2) {
-        gpu::matmul_fp4(q, c.stream);
-        continue;
-      }
+    if (w.rows.dtype == DType::e2m1x2) {
+      gpu::matmul_fp4(fp4_problem(c, q, found->quantized, found->fp4_rows), c.stream);
+    } else {
+      fp8.push_back(q);
     }
-    fp8.push_back(q);
   }
   gpu::matmul_bf16(bf16, c.stream);
   gpu::matmul_fp8(fp8, c.stream);

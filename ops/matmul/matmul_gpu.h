@@ -1,5 +1,5 @@
 #pragma once
-// The GPU's side of matmul.h: products on the matrix units of Hopper (matmul_gpu_sm90*) and CDNA4 (matmul_gpu_cdna4.cu), for matmul_gpu.cu to choose from. Pointers are device memory; calls are enqueued and
+// The GPU's side of matmul.h: products on the matrix units of Hopper (matmul_gpu_sm90*) and CDNA4 (matmul_gpu_cdna4*), for matmul_gpu.cu to choose from. Pointers are device memory; calls are enqueued and
 // do not wait. bf16 products add in the units' own order: bits differ from the CPU's, but a row's bits depend on that row and the weight alone.
 //
 // Experts: with `offsets` (i32 [experts + 1], device memory, ascending from 0 to m) rows [offsets[e], offsets[e + 1]) meet w[e] of w [experts, n, k], whose experts
@@ -61,8 +61,12 @@ void matmul_fp8(const Fp8Problem& p, void* stream);
 void matmul_fp8(std::span<const Fp8Problem> all, void* stream);  // as matmul_bf16 of several
 
 // The same with w in E2M1 codes, two a byte, and scales of [1, 32]: w [n, k / 2], its stride in bytes; w_scale [n, k / 32] or [experts, n, k / 32]. k is a multiple of 128, so
-// are the scales' rows of 4 bytes. No segments, y is not accumulated. CDNA4 alone: scales are the instruction's, which adds 64 columns at a time.
+// are the scales' rows of 4 bytes. No segments, y is not accumulated.
+//   CDNA4   scales are the instruction's, which adds 64 columns at a time.
+//   Hopper  x is what fp4_rows makes, in bf16, and x_scale is not read. An element is one chain of products of 16 columns as in bf16, of each block of 128 in the order that
+//           fp4_rows gives it. Scales of w from 2^-100 to 2^33 are exact, larger ones count as NaN.
 void matmul_fp4(const Fp8Problem& p, void* stream);
+bool fp4_takes_bf16_rows();  // as on Hopper
 
 // The two gradients, f32, of operands in bf16 (round_rows makes dy's). What is added to what is there is added once.
 //   input:  dx[m, k] (+)= sum_n dy[m, n] w[n, k]   n ascending; adds if `accumulate`
@@ -84,9 +88,12 @@ void matmul_backward_weight_bf16(const MatmulBackwardProblem& p, void* stream);
 //   round_rows     to [M, N] bf16 = from [M, N] f32, nearest even
 //   quantize_rows  codes [M, K] e4m3 and scales [M, ceil(K / 128)] f32 of x [M, K] f32 | bf16: the codes of quantize(x) in kFp8Activation and its scales in f32;
 //                  with row_of [M] i32 row r is that of x[row_of[r]]
+//   fp4_rows       to [M, K] bf16 = codes [M, K] e4m3 * scales [M, K / 128] f32, exactly, K in whole blocks of 128, whose columns are in the order in which Hopper's matmul_fp4
+//                  takes them: column 32 q + 8 v + 4 h + i (q, v, i < 4) lies at 32 v + 8 i + 2 q + h. Rows begin at multiples of 16 bytes of `to`, 8 of codes
 // Rows may be apart. A pitch of padded_stride(n) elements makes rows of n fit.
 void round_rows(Context& c, TensorView to, ConstTensorView from);
 void quantize_rows(Context& c, TensorView codes, TensorView scales, ConstTensorView x, ConstTensorView row_of = {});
+void fp4_rows(Context& c, TensorView to, ConstTensorView codes, ConstTensorView scales);
 constexpr int64_t padded_stride(DType dtype, int64_t n) {
   const int64_t piece = 16 / static_cast<int64_t>(dtype_bytes(dtype));
   return (n + piece - 1) / piece * piece;

@@ -125,6 +125,8 @@ void run(Problem p, void* stream) {
 
 }  // namespace
 
+bool fp4_takes_bf16_rows() { return false; }
+
 void matmul_fp4(const Fp8Problem& q, void* stream) {
   const MatmulProblem& m = q.codes;
   GPU_CHECK(m.k % kStep == 0 && m.k_segment == 0 && !m.accumulate, "matmul fp4: k %ld, segments of %ld, accumulate %d", static_cast<long>(m.k), static_cast<long>(m.k_segment),

@@ -1,5 +1,5 @@
-// MXFP4 products on the matrix units: values against f64 with scales far apart in a row, with experts and odd numbers of rows and columns; rows of any other M. CDNA4's kernel also
-// under the executor's waves of 64.
+// MXFP4 products on the matrix units, Hopper's and CDNA4's on the device, CDNA4's as the executor's waves of 64 run them: values against f64 with scales far apart in a row, with
+// experts and odd numbers of rows and columns; every code times every scale; rows of any other M, on a device at the model's sizes.
 
 #include <gtest/gtest.h>
 
@@ -27,14 +27,21 @@ struct Operands {
     codes = Tensor(DType::e2m1x2, {experts * n, k / 2});
     scales = Tensor(DType::ue8m0, {experts * n, k / 32});
     quantize(cpu, {codes, scales, 1, 32}, dense, 0);
+    upload();
+  }
+  void upload() {
+    const int64_t m = x.view().dim(0);
     gx = gpu.put(x), gw = gpu.put(codes), gscales = gpu.put(scales);
     x_codes = gpu.make(DType::e4m3, {m, k}), x_scales = gpu.make(DType::f32, {m, k / 128});
     gpu::quantize_rows(gpu, x_codes, x_scales, gx);
+    if (!gpu::fp4_takes_bf16_rows()) return;
+    x_rows = gpu.make(DType::bf16, {m, k});
+    gpu::fp4_rows(gpu, x_rows, x_codes, x_scales);
   }
   // Rows [first, first + m) by experts from `expert` on; `offsets` is null for one.
   Tensor product(int64_t first, int64_t m, DType dtype, int64_t expert, const std::vector<int32_t>& offsets) {
     const TensorView y = gpu.make(dtype, {m, n});
-    const TensorView part = x_codes.slice(first, m), part_scales = x_scales.slice(first, m);
+    const TensorView part = (gpu::fp4_takes_bf16_rows() ? x_rows : x_codes).slice(first, m), part_scales = x_scales.slice(first, m);
     gpu::Fp8Problem p = {.codes = {.m = m, .n = n, .k = k, .x = part.data, .w = gw.ptr<e2m1x2>() + expert * n * k / 2, .y = y.data, .x_stride = k, .w_stride = k / 2, .y_stride = n,
                                    .y_is_f32 = dtype == DType::f32},
                          .x_scale = part_scales.ptr<float>(), .w_scale = static_cast<const uint8_t*>(gscales.data) + expert * n * k / 32, .x_scale_stride = k / 128,
@@ -53,29 +60,27 @@ struct Operands {
   CpuContext cpu;
   testing::Gpu gpu;
   Tensor x, codes, scales;
-  TensorView gx, gw, gscales, x_codes, x_scales;
+  TensorView gx, gw, gscales, x_codes, x_scales, x_rows;
 };
 
 const std::vector<int32_t> kOffsets = {0, 0, 5, 73, 73, 140, 141};
 
 void expect_values(Operands& o, ConstTensorView got, const std::vector<int32_t>& offsets) {
   const Tensor cx = o.gpu.get(o.x_codes), sx = o.gpu.get(o.x_scales);
+  const double addition = device_info().emulated ? 0x1p-24 : 0x1p-23;  // units cut instead of rounding
   double worst = 0;
   for (int64_t i = 0; i < got.dim(0); ++i)
     for (int64_t j = 0; j < o.n; ++j) {
       const int64_t e = offsets.empty() ? 0 : std::upper_bound(offsets.begin(), offsets.end(), i) - offsets.begin() - 1, row = e * o.n + j;
-      double sum = 0, size = 0, cut = 0, largest = 0;
+      double sum = 0, size = 0;
       for (int64_t l = 0; l < o.k; ++l) {
         const e2m1x2 pair = o.codes.view().row<e2m1x2>(row)[l / 2];
         const double term = static_cast<double>(to_f32(cx.view().row<e4m3>(i)[l])) * static_cast<double>(sx.view().row<float>(i)[l / 128]) *
                             static_cast<double>(l % 2 == 0 ? low_to_f32(pair) : high_to_f32(pair)) * static_cast<double>(to_f32(o.scales.view().row<ue8m0>(row)[l / 32]));
         sum += term;
         size += std::fabs(term);
-        largest = std::max(l % 32 == 0 ? 0.0 : largest, std::fabs(term));
-        // Hopper's unit aligns the 32 products of an instruction to the largest and cuts them 13 bits below it.
-        if (l % 32 == 31) cut += 32 * 0x1p-13 * largest;
       }
-      const double bound = (device_info().emulated ? 0 : cut) + size * static_cast<double>(o.k + 2) * 0x1p-24;
+      const double bound = size * static_cast<double>(o.k + 2) * addition;
       const double difference = std::fabs(static_cast<double>(got.row<float>(i)[j]) - sum);
       if (difference > 0) worst = std::isnan(difference) ? INFINITY : std::max(worst, difference / bound);
     }
@@ -90,13 +95,37 @@ TEST(MatmulFp4, ValuesAreSums) {
 }
 
 TEST(MatmulFp4, ExpertsHaveTheirOwnRows) {
-  Operands o(kOffsets.back(), 136, 256, 6);
-  const Tensor all = o.product(0, kOffsets.back(), DType::f32, 0, kOffsets);
-  expect_values(o, all, kOffsets);
-  for (const int64_t e : {1, 2, 5}) {
-    const int64_t first = kOffsets[static_cast<size_t>(e)], rows = kOffsets[static_cast<size_t>(e) + 1] - first;
-    EXPECT_EQ(count_bit_differences(o.product(first, rows, DType::f32, e, {}), all.view().slice(first, rows)), 0);
+  const auto check = [](const std::vector<int32_t>& offsets) {
+    Operands o(offsets.back(), 136, 256, 6);
+    const Tensor all = o.product(0, offsets.back(), DType::f32, 0, offsets);
+    expect_values(o, all, offsets);
+    for (const int64_t e : {1, 2, 5}) {
+      const int64_t first = offsets[static_cast<size_t>(e)], rows = offsets[static_cast<size_t>(e) + 1] - first;
+      EXPECT_EQ(count_bit_differences(o.product(first, rows, DType::f32, e, {}), all.view().slice(first, rows)), 0);
+    }
+  };
+  check(kOffsets);
+  if (!device_info().emulated) check({0, 0, 300, 501, 700, 700, 1500});
+}
+
+// Every code times every scale that is exact on both. Row i of x has one number, 2^30 at column i.
+TEST(MatmulFp4, CodesTimesScales) {
+  const int64_t k = 128, least = 27, n = 160 - least + 1;
+  Operands o(k, n, k, 1);
+  o.x = Tensor(DType::bf16, {k, k});
+  for (int64_t i = 0; i < k; ++i) o.x.set(i * k + i, 0x1p30);
+  for (int64_t j = 0; j < n; ++j) {
+    for (int64_t l = 0; l < k / 2; ++l) o.codes.view().row<e2m1x2>(j)[l] = {static_cast<uint8_t>(l * 37 + j)};
+    for (int64_t b = 0; b < k / 32; ++b) o.scales.view().row<ue8m0>(j)[b] = {static_cast<uint8_t>(least + (j + 5 * b) % n)};
   }
+  o.upload();
+  const Tensor y = o.product(0, k, DType::f32, 0, {});
+  for (int64_t i = 0; i < k; ++i)
+    for (int64_t j = 0; j < n; ++j) {
+      const e2m1x2 pair = o.codes.view().row<e2m1x2>(j)[i / 2];
+      const float value = (i % 2 == 0 ? low_to_f32(pair) : high_to_f32(pair)) * to_f32(o.scales.view().row<ue8m0>(j)[i / 32]) * 0x1p30f;
+      ASSERT_EQ(y.view().row<float>(i)[j], value) << i << ' ' << j;
+    }
 }
 
 // Tiles of every size, which the number of rows decides.
@@ -115,7 +144,7 @@ TEST(MatmulFp4, RowsAreThoseOfAnyM) {
 TEST(MatmulFp4, NanScales) {
   Operands o(20, 40, 256, 1);
   o.scales.view().row<ue8m0>(33)[5] = kUe8m0Nan;
-  o.gscales = o.gpu.put(o.scales);
+  o.upload();
   const Tensor y = o.product(0, 20, DType::f32, 0, {});
   for (int64_t i = 0; i < 20; ++i)
     for (int64_t j = 0; j < 40; ++j) EXPECT_EQ(std::isnan(y.get(i * 40 + j)), j == 33);

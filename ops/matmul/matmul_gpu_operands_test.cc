@@ -87,6 +87,32 @@ void expect_codes_of_quantize(const Tensor& x) {
   EXPECT_EQ(count_bit_differences(gpu.get(gcodes), codes), 0);
 }
 
+// The codes' numbers, every code among them, in the order of Hopper's products.
+TEST(MatmulGpuOperands, Fp4Rows) {
+  CpuContext cpu;
+  testing::Gpu gpu;
+  for (const Shape& shape : {Shape{1, 128}, Shape{35, 128}, Shape{5, 384}, Shape{3, 1024}, Shape{0, 128}})
+    for (const int64_t wider : {0, 8}) {
+      const int64_t rows = shape[0], k = shape[1];
+      const Tensor codes(DType::e4m3, {rows, k + wider}), scales = random_tensor(1, DType::f32, {rows, k / 128 + wider}), numbers(DType::bf16, {rows, k}),
+                   wanted = random_tensor(2, DType::bf16, {rows, k + wider});
+      for (int64_t i = 0; i < codes.elements(); ++i) codes.view().ptr<e4m3>()[i] = {static_cast<uint8_t>(i % 257)};
+      for (int64_t i = 0; i < scales.elements(); ++i) scales.view().ptr<float>()[i] = std::ldexp(1.0f, static_cast<int>(i * 29 % 141) - 22);
+      dequantize(cpu, numbers, {codes.view().cols(wider, k), scales.view().cols(wider, k / 128), 1, 128});
+      const TensorView to = gpu.put(wanted);
+      gpu::fp4_rows(gpu, to.cols(wider, k), gpu.put(codes).cols(wider, k), gpu.put(scales).cols(wider, k / 128));
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < k; ++i) {
+          const int64_t q = i / 32 % 4, v = i / 8 % 4, h = i / 4 % 2;
+          wanted.view().row<bf16>(r)[wider + i / 128 * 128 + 32 * v + 8 * (i % 4) + 2 * q + h] = numbers.view().row<bf16>(r)[i];
+        }
+      const Tensor got = gpu.get(to);
+      for (int64_t i = 0; i < got.elements(); ++i)
+        if (std::isnan(wanted.get(i)) && std::isnan(got.get(i))) got.view().ptr<bf16>()[i] = wanted.view().ptr<bf16>()[i];  // any NaN is one
+      EXPECT_EQ(count_bit_differences(got, wanted), 0) << shape.str() << wider;
+    }
+}
+
 // Every bf16 beside its neighbours, and beside values of all sizes.
 TEST(MatmulGpuOperands, EveryBf16) {
   const Tensor x(DType::bf16, {1024, 128});

@@ -18,7 +18,7 @@ using e4m3_t = unsigned char;
 
 constexpr int kGroupM = 16;
 constexpr size_t kStagesBytesMax = size_t{192} << 10;
-constexpr int kBoxBytes = 64 * 128;  // of the result on its way out: 64 rows of 128 bytes; each consumer has two
+constexpr int kBoxBytes = 64 * 128;  // of the result on its way out: 64 rows of 128 bytes
 
 // D (+)= A . B^T over a contraction K: A [rows, k], B [columns, k]. Experts cut the rows of D (products, gradients of inputs) or the contraction (gradients of
 // weights, one D an expert). Of the products of a launch each has operands and a D of its own; everything here is common to all.
@@ -146,7 +146,7 @@ GPU_INLINE void prefetch_maps(const Products<Count>& products) {
 }
 
 // The stages in shared memory between the thread that asks for tiles and the warpgroups that multiply, as one thread sees them. T is a kernel's Shape: its
-// Stage, kStages and kConsumers. Behind them lie the boxes on their way out, the barriers and the experts' first tiles.
+// Stage, kStages, kConsumers and kBoxes, those of each (two for Output). Behind them lie the boxes on their way out, the barriers and the experts' first tiles.
 template <typename T>
 struct Stages {
   typename T::Stage* data;
@@ -155,13 +155,13 @@ struct Stages {
   int at = 0;
   unsigned phase = 0;
 
-  // By all threads of the block; the caller's barrier must follow. `readers` arrive before a stage is filled again.
-  GPU_INLINE explicit Stages(char* shared, unsigned readers = T::kConsumers)
+  // By all threads of the block; the caller's barrier must follow. `writers` arrive when a stage is full, `readers` before it is filled again.
+  GPU_INLINE explicit Stages(char* shared, unsigned readers = T::kConsumers, unsigned writers = 1)
       : data(reinterpret_cast<typename T::Stage*>(shared)), boxes(shared + T::kStages * sizeof(typename T::Stage)),
-        full(reinterpret_cast<sm90::Barrier*>(boxes + T::kConsumers * 2 * kBoxBytes)), empty(full + T::kStages) {
+        full(reinterpret_cast<sm90::Barrier*>(boxes + T::kConsumers * T::kBoxes * kBoxBytes)), empty(full + T::kStages) {
     if (threadIdx.x != 0) return;
     for (int s = 0; s < T::kStages; ++s) {
-      full[s].init(1);
+      full[s].init(writers);
       empty[s].init(readers);
     }
     sm90::publish_barriers();
@@ -176,7 +176,7 @@ struct Stages {
 };
 template <typename T>
 constexpr size_t shared_bytes() {
-  return T::kStages * (sizeof(typename T::Stage) + 2 * sizeof(sm90::Barrier)) + T::kConsumers * 2 * kBoxBytes + (kExpertsMax + 1) * sizeof(int);
+  return T::kStages * (sizeof(typename T::Stage) + 2 * sizeof(sm90::Barrier)) + T::kConsumers * T::kBoxes * kBoxBytes + (kExpertsMax + 1) * sizeof(int);
 }
 
 GPU_INLINE void store_pair(float* y, float a, float b) { *reinterpret_cast<float2*>(y) = make_float2(a, b); }

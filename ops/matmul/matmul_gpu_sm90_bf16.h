@@ -17,7 +17,7 @@ constexpr unsigned kSlabBytes = 64 * kStepK * sizeof(bf16_t);  // 64 rows along 
 // Rows in 64 a consumer, columns; whether the operands lie across the contraction; whether it has segments, whether experts cut it; how many products there may be.
 template <int Consumers, int TileN, bool AAcross = false, bool BAcross = false, bool Segments = false, bool CutK = false, int Count = 1>
 struct Bf16Shape {
-  static constexpr int kCount = Count, kM = 64 * Consumers, kN = TileN, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
+  static constexpr int kCount = Count, kM = 64 * Consumers, kN = TileN, kConsumers = Consumers, kBoxes = 2, kThreads = 128 * (1 + Consumers);
   static constexpr bool kAAcross = AAcross, kBAcross = BAcross, kSegments = Segments, kCutK = CutK;
   static_assert(!BAcross || TileN % 64 == 0);
   // Small tiles wait for the matrix unit's latency, large ones for its rate; dw passes over memory twice at the end of a tile.

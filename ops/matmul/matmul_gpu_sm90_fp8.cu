@@ -20,7 +20,7 @@ constexpr int kStepK = 128, kTileN = 128;
 template <int Consumers, int Squares, bool Segments = false, int Count = 1>
 struct Shape {
   static_assert(Squares == 1 || !Segments);
-  static constexpr int kCount = Count, kSquares = Squares, kM = 64 * Squares * Consumers, kConsumers = Consumers, kThreads = 128 * (1 + Consumers);
+  static constexpr int kCount = Count, kSquares = Squares, kM = 64 * Squares * Consumers, kConsumers = Consumers, kBoxes = 2, kThreads = 128 * (1 + Consumers);
   static constexpr bool kSegments = Segments;
   static constexpr int kStep = kStepK;
   static constexpr double kStepNs = Squares == 2 ? 940 : Consumers == 2 ? 540 : 410, kTileNs = 750 * (1 + Squares * Consumers);
