@@ -26,12 +26,12 @@ using namespace sm90_matmul;
 constexpr int kStepK = 128, kRowBytes = kStepK / 2, kProducts = kStepK / 16;
 constexpr unsigned kBias = 32;  // see Numbers
 
-// Rows of w in 64 a consumer; rows of x.
-template <int Consumers, int TileM>
+// Rows of w in 64 a consumer; rows of x, in parts of Width: of a tile that is part full, only those with rows in it are read and multiplied.
+template <int Consumers, int TileM, int Width>
 struct Shape {
-  static constexpr int kM = TileM, kN = 64 * Consumers, kConsumers = Consumers, kBoxes = 0, kThreads = 128 * (1 + Consumers);
-  static constexpr int kStep = kStepK;
-  static constexpr double kStepNs = TileM <= 32 ? 130 * Consumers : TileM == 64 ? 200 * Consumers : 2.75 * TileM * Consumers, kTileNs = 800 + 2.5 * TileM * Consumers;
+  static constexpr int kM = TileM, kWidth = Width, kN = 64 * Consumers, kConsumers = Consumers, kBoxes = 0, kThreads = 128 * (1 + Consumers);
+  // What a part and what a consumer's unpacking take of a step, measured on an H200.
+  static constexpr double kPartNs = Width == 64 ? 165 : 40, kUnpackNs = 130, kTileNs = 1500;
   struct alignas(1024) Stage {
     bf16_t x[2][kM * 64];  // columns in halves of 64
     unsigned char w[kN * kRowBytes];
@@ -48,7 +48,7 @@ struct Scales {
 // All of the first warpgroup: one thread asks for tiles of x and w, all for the scales of w, a row each.
 template <typename T, typename Tiles>
 GPU_INLINE void feed(Stages<T>& stages, const Problem& p, const Products<1>& products, const Scales& scales, const Tiles& tiles) {
-  sm90::leave_registers<T::kConsumers == 4 ? 24 : 40>();
+  sm90::leave_registers<T::kConsumers == 2 ? 40 : 24>();
   const int count = tiles.count(), t = static_cast<int>(threadIdx.x), columns = products.result[0].columns;
   for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
     const Tile tile = tiles.at(i);
@@ -100,14 +100,15 @@ GPU_INLINE void unpack(unsigned codes, unsigned factor, unsigned* pairs, int apa
   pairs[3 * apart] = times((upper & kHigh) * 0x104u & kBits, factor);
 }
 
-// One tile, with N rows of x: half of 64 rows of w, thread t.
-template <int N, typename T>
+// One tile: part `half` of 64 rows of w, thread t.
+template <typename T>
 GPU_INLINE void make_tile(Stages<T>& stages, const Problem& p, const Result& to, const Tile& tile, int half, int t) {
   constexpr int kEach = kProducts / 2;  // products of half a step, whose operands are in registers while the other half's are made
   const int warp = t / 32, q = t % 32 / 4, c = t % 4, pair_row = half * 64 + warp * 16 + 2 * q, odd = q & 1;
   // Upper and lower row of this thread: of neighbouring pairs one begins with the even row, one with the odd, so that eight threads read all banks.
   const int rows[2] = {pair_row + odd, pair_row + 1 - odd}, unit = (c ^ (pair_row / 2 % 4)) * 16;
-  float acc[N / 2];
+  float acc[T::kM / T::kWidth][T::kWidth / 2];
+  const int parts = (tile.row_end - tile.row + T::kWidth - 1) / T::kWidth;
   unsigned a[2][4 * kEach];
   const int steps = tile.k_end / kStepK;
 #pragma unroll 1
@@ -132,8 +133,12 @@ GPU_INLINE void make_tile(Stages<T>& stages, const Problem& p, const Result& to,
       }
       sm90::wgmma_fence();
 #pragma unroll
-      for (int j = 0; j < kEach; ++j)
-        sm90::MmaBf16Registers<N, 0>::run(acc, a[h] + 4 * j, sm90::operand_along_k(stage.x[h], 32u * static_cast<unsigned>(j)), (step | h | j) != 0);
+      for (int i = 0; i < T::kM / T::kWidth; ++i) {
+        if (i != 0 && i >= parts) break;
+#pragma unroll
+        for (int j = 0; j < kEach; ++j)
+          sm90::MmaBf16Registers<T::kWidth, 0>::run(acc[i], a[h] + 4 * j, sm90::operand_along_k(stage.x[h] + i * T::kWidth * 64, 32u * static_cast<unsigned>(j)), (step | h | j) != 0);
+      }
       sm90::wgmma_commit();
     }
     stages.advance();
@@ -141,15 +146,16 @@ GPU_INLINE void make_tile(Stages<T>& stages, const Problem& p, const Result& to,
   sm90::wgmma_wait<0>();
   if (t % 32 == 0) stages.empty[(stages.at + T::kStages - 1) % T::kStages].arrive();
 
-  // 8 threads of a warp store the 16 columns of a row.
+  // 8 threads of a warp store 16 columns of a row.
   constexpr float kScale = 0x1p32f;
   static_assert(kBias == 32);
   const int n = tile.column + pair_row;
 #pragma unroll
-  for (int i = 0; i < N / 4; ++i) {
-    const int m = tile.row + 8 * (i / 2) + 2 * c + i % 2;
+  for (int i = 0; i < T::kM / 4; ++i) {
+    const int m = tile.row + 8 * (i / 2) + 2 * c + i % 2, at = 4 * (i / 2) + i % 2;
     if (m >= tile.row_end || n >= to.columns) continue;
-    const float upper = acc[4 * (i / 2) + i % 2] * kScale, lower = acc[4 * (i / 2) + 2 + i % 2] * kScale, first = odd ? lower : upper, second = odd ? upper : lower;
+    const auto& part = acc[at / (T::kWidth / 2)];
+    const float upper = part[at % (T::kWidth / 2)] * kScale, lower = part[at % (T::kWidth / 2) + 2] * kScale, first = odd ? lower : upper, second = odd ? upper : lower;
     const auto store = [&](auto* y) {
       y += m * to.stride + n;
       if (n + 1 < to.columns && to.pairs) {
@@ -174,11 +180,11 @@ __global__ void __launch_bounds__(T::kThreads, 1) matmul_fp4_kernel(const __grid
   const int group = static_cast<int>(threadIdx.x) / 128;
   if (group == 0) return feed(stages, p, products, scales, tiles);
 
-  sm90::take_registers<T::kConsumers == 4 ? 112 : 232>();
+  sm90::take_registers<T::kConsumers == 2 ? 232 : T::kConsumers == 3 ? 160 : 112>();
   const int t = static_cast<int>(threadIdx.x) % 128, count = tiles.count();
   for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
     const Tile tile = tiles.at(i);
-    make_tile<T::kM>(stages, p, products.result[0], tile, group - 1, t);
+    make_tile(stages, p, products.result[0], tile, group - 1, t);
   }
 }
 
@@ -190,7 +196,7 @@ void launch(const Fp8Problem& all, cudaStream_t stream) {
   GPU_CHECK(allowed == cudaSuccess, "%zu bytes of shared memory a block: %s", kBytes, cudaGetErrorString(allowed));
   const MatmulProblem& m = all.codes;
   const Problem p = {.rows = static_cast<int>(m.m), .k = static_cast<int>(m.k), .tiles_m = static_cast<int>(pieces(m.m, T::kM)), .tiles_n = static_cast<int>(pieces(m.n, T::kN)),
-                     .experts = static_cast<int>(m.experts), .offsets = m.offsets, .k_segment = 0, .a_box = box_rows(m.m, m.experts, T::kM), .accumulate = false};
+                     .experts = static_cast<int>(m.experts), .offsets = m.offsets, .k_segment = 0, .a_box = std::min(T::kWidth, box_rows(m.m, m.experts, T::kM)), .accumulate = false};
   Products<1> products;
   products.count = 1;
   products.a[0] = make_map<bf16_t>(m.x, 1, m.m, m.k, m.x_stride, p.a_box);
@@ -203,9 +209,12 @@ void launch(const Fp8Problem& all, cudaStream_t stream) {
   GPU_CHECK(e == cudaSuccess, "matmul fp4 [%ld, %ld, %ld]: %s", static_cast<long>(m.m), static_cast<long>(m.n), static_cast<long>(m.k), cudaGetErrorString(e));
 }
 
+// Tiles differ by the parts they have: the average of those of a typical batch.
 template <typename T>
 Way<const Fp8Problem&> way(const Fp8Problem& p) {
-  return {rough_ns<T>(Batch(p.codes.m, p.codes.experts).tiles_m(T::kM) * pieces(p.codes.n, T::kN), p.codes.k), launch<T>};
+  const Batch batch(p.codes.m, p.codes.experts);
+  const double parts = static_cast<double>(batch.tiles_m(T::kWidth)) / static_cast<double>(batch.tiles_m(T::kM)), step = T::kConsumers * std::max(T::kUnpackNs, parts * T::kPartNs);
+  return {static_cast<double>(pieces(batch.tiles_m(T::kM) * pieces(p.codes.n, T::kN), multiprocessors())) * (static_cast<double>(p.codes.k / kStepK) * step + T::kTileNs), launch<T>};
 }
 
 }  // namespace
@@ -217,7 +226,8 @@ void matmul_fp4(const Fp8Problem& p, void* stream) {
   GPU_CHECK(m.k % kStepK == 0 && m.k_segment == 0 && !m.accumulate, "matmul fp4: k %ld, segments of %ld, accumulate %d", static_cast<long>(m.k), static_cast<long>(m.k_segment),
             m.accumulate);
   if (m.m == 0) return;
-  fastest({way<Shape<2, 256>>(p), way<Shape<2, 192>>(p), way<Shape<2, 128>>(p), way<Shape<2, 64>>(p), way<Shape<4, 16>>(p), way<Shape<2, 16>>(p)}).run(p, static_cast<cudaStream_t>(stream));
+  fastest({way<Shape<3, 192, 64>>(p), way<Shape<2, 256, 64>>(p), way<Shape<2, 128, 64>>(p), way<Shape<2, 64, 64>>(p), way<Shape<4, 16, 16>>(p), way<Shape<2, 16, 16>>(p)})
+      .run(p, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace lockstep::gpu
