@@ -8,9 +8,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "core/arena.h"
 #include "core/context.h"
+#include "core/divisor.h"
 #include "core/dtype.h"
 #include "core/rng.h"
 
@@ -162,6 +164,22 @@ TEST(Check, TheHandlerIsToldBeforeTheEnd) {
       },
       ::testing::ExitedWithCode(7), "core_test.cc:[0-9]+: CHECK failed");
   EXPECT_DEATH(CHECK(2 + 2 == 5), "CHECK failed: 2 \\+ 2 == 5");
+}
+
+TEST(Divisor, IsDivision) {
+  std::vector<uint32_t> numbers;
+  for (uint32_t bit = 0; bit < 31; ++bit)
+    for (const uint32_t d : {0u, 1u, 2u, 3u}) numbers.push_back((1u << bit) + d), numbers.push_back((1u << bit) - d);
+  for (uint32_t n = 0; n < 3000; ++n) numbers.push_back(n);
+  std::erase_if(numbers, [](uint32_t n) { return n >= 1u << 31; });
+  for (const uint32_t d : numbers) {
+    if (d == 0) continue;
+    const Divisor divisor(d);
+    for (const uint32_t n : numbers) ASSERT_EQ(divisor.quotient(n), n / d) << n << " / " << d;
+    const uint32_t most = 0x7fffffffu / d;  // where quotients turn
+    for (const uint32_t q : {1u, most / 2 + 1, most})
+      for (const uint32_t n : {q * d, q * d - 1}) ASSERT_EQ(divisor.quotient(n), n / d) << n << " / " << d;
+  }
 }
 
 }  // namespace

@@ -8,16 +8,46 @@
 
 namespace lockstep::gpu {
 
-// The code of a number that is not NaN. A magnitude y < 2 is rounded to a multiple of 1/2, to one of 1 below 4, else to one of 2 by adding so large a power of two
-// that those are its last bits: what the sum has over it counts them. Codes go on from 2 at 2, from 4 at 4.
-GPU_INLINE uint32_t encode_e2m1(float x) {
-  const float magnitude = std::bit_cast<float>(std::bit_cast<uint32_t>(x) & kF32Magnitude), y = magnitude < FloatFormat<e2m1x2>::kMax ? magnitude : FloatFormat<e2m1x2>::kMax;
-  const uint32_t exponent = std::bit_cast<uint32_t>(y > 1.0f ? y : 1.0f) & kF32Infinity, large = exponent + (22u << 23);
-  const uint32_t steps = std::bit_cast<uint32_t>(y + std::bit_cast<float>(large)) - large;
-  return steps + (exponent >> 22) - 2 * 127u + (std::bit_cast<uint32_t>(x) >> 31 << 3);
+// The larger magnitude of a and b; NaN if either is.
+GPU_INLINE float larger_magnitude(float a, float b) {
+#if LOCKSTEP_GPU_CUDA
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return larger;
+#else
+  const uint32_t x = std::bit_cast<uint32_t>(a) & kF32Magnitude, y = std::bit_cast<uint32_t>(b) & kF32Magnitude;
+  return std::bit_cast<float>(x > y ? x : y);
+#endif
+}
+// The larger one of both pairs of 16-bit numbers.
+GPU_INLINE uint32_t larger_halves(uint32_t a, uint32_t b) {
+#if LOCKSTEP_GPU_CUDA
+  uint32_t larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+#else
+  const uint32_t low = (a & 0xffffu) > (b & 0xffffu) ? a : b;
+  return (a > b ? a : b) >> 16 << 16 | (low & 0xffffu);
+#endif
 }
 
-// Codes of v[i] * by, by > 0 and finite: encode<Code>, where NaN keeps the sign of v[i]. E2M1, which has none, takes no NaN.
+// The code of a number that is not NaN. A magnitude y < 2 is rounded to a multiple of 1/2, to one of 1 below 4, else to one of 2 by adding so large a number that those
+// are its last bits. They begin at 0, 2 and 4, so that they become the code: codes go on from 2 at 2, from 4 at 4.
+GPU_INLINE uint32_t encode_e2m1(float x) {
+  constexpr uint32_t kMax = std::bit_cast<uint32_t>(FloatFormat<e2m1x2>::kMax), kOne = std::bit_cast<uint32_t>(1.0f);
+  const uint32_t u = std::bit_cast<uint32_t>(x), magnitude = u & kF32Magnitude, y = magnitude < kMax ? magnitude : kMax, exponent = (y > kOne ? y : kOne) & kF32Infinity;
+  const float sum = std::bit_cast<float>(y) + std::bit_cast<float>(exponent + (exponent >> 22) + ((22u << 23) - 2 * 127u));
+  return (std::bit_cast<uint32_t>(sum) & 7u) | (u >> 28 & 8u);
+}
+
+// Codes of v[i] * by, by > 0 and finite: encode<Code>, where NaN keeps the sign of v[i].
+template <typename Code>
+GPU_INLINE uint32_t encode_four_or_nan(const float (&v)[4], float by) {
+  uint32_t codes = 0;
+  for (int i = 0; i < 4; ++i) codes |= static_cast<uint32_t>(encode<Code>(scaled(v[i], by))) << ((FloatFormat<Code>::kSignShift + 1) * static_cast<uint32_t>(i));
+  return codes;
+}
+// The same where none is NaN.
 template <typename Code>
 GPU_INLINE uint32_t encode_four(const float (&v)[4], float by) {
   if constexpr (std::is_same_v<Code, e2m1x2>) {
@@ -31,14 +61,9 @@ GPU_INLINE uint32_t encode_four(const float (&v)[4], float by) {
     else
       asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\ncvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}\n"
           : "=r"(codes) : "f"(v[0] * by), "f"(v[1] * by), "f"(v[2] * by), "f"(v[3] * by));
-    // The unit's NaN is positive. Every other code has its number's sign already.
-    const auto bits = [&v](int i) { return std::bit_cast<uint32_t>(v[i]); };
-    const uint32_t tops = __byte_perm(__byte_perm(bits(0), bits(1), 0x73), __byte_perm(bits(2), bits(3), 0x73), 0x5410);
-    return codes | (tops & 0x80808080u);
-#else
-    uint32_t codes = 0;
-    for (int i = 0; i < 4; ++i) codes |= static_cast<uint32_t>(encode<Code>(scaled(v[i], by))) << (8 * i);
     return codes;
+#else
+    return encode_four_or_nan<Code>(v, by);
 #endif
   }
 }
@@ -48,19 +73,18 @@ template <typename Code>
 GPU_INLINE void decode_four(uint32_t codes, float (&v)[4]) {
   using F = FloatFormat<Code>;
 #if LOCKSTEP_GPU_CUDA
-  if constexpr (!std::is_same_v<Code, e2m1x2>) {
-    const auto pair = [](uint32_t two, float& low, float& high) {
-      if constexpr (std::is_same_v<Code, e4m3>)
-        asm("{\n.reg .b32 both;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 both, %2;\nmov.b32 {low, high}, both;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
-            : "=f"(low), "=f"(high) : "h"(static_cast<uint16_t>(two)));
-      else
-        asm("{\n.reg .b32 both;\n.reg .b16 low, high;\ncvt.rn.f16x2.e5m2x2 both, %2;\nmov.b32 {low, high}, both;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
-            : "=f"(low), "=f"(high) : "h"(static_cast<uint16_t>(two)));
-    };
-    pair(codes & 0xffffu, v[0], v[1]);
-    pair(codes >> 16, v[2], v[3]);
+#define LOCKSTEP_DECODE_FOUR(format)                                                                                                                      \
+  asm("{\n.reg .b16 a, b, c, d;\n.reg .b32 low, high;\nmov.b32 {a, b}, %4;\ncvt.rn.f16x2." format " low, a;\ncvt.rn.f16x2." format                         \
+      " high, b;\nmov.b32 {a, b}, low;\nmov.b32 {c, d}, high;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\ncvt.f32.f16 %2, c;\ncvt.f32.f16 %3, d;\n}\n"       \
+      : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(codes))
+  if constexpr (std::is_same_v<Code, e4m3>) {
+    LOCKSTEP_DECODE_FOUR("e4m3x2");
+    return;
+  } else if constexpr (std::is_same_v<Code, e5m2>) {
+    LOCKSTEP_DECODE_FOUR("e5m2x2");
     return;
   }
+#undef LOCKSTEP_DECODE_FOUR
 #endif
   // Moved to f32's place a magnitude is its value times a power of two, sub-normals as well.
   constexpr uint32_t kMagnitude = (1u << F::kSignShift) - 1u;
