@@ -128,6 +128,23 @@ TEST(MatmulFp4, CodesTimesScales) {
     }
 }
 
+// Hopper's order: the chain of the product in bf16 of the same numbers, whose columns lie as fp4_rows has them.
+TEST(MatmulFp4, BitsAreThoseOfBf16InOrder) {
+  if (!gpu::fp4_takes_bf16_rows()) GTEST_SKIP() << "another order";
+  for (const auto& [m, n, k] : {std::array<int64_t, 3>{150, 200, 512}, {7, 130, 1024}}) {
+    Operands o(m, n, k, 1);
+    const Tensor numbers(DType::bf16, {n, k}), in_order(DType::bf16, {n, k});
+    dequantize(o.cpu, numbers, {o.codes, o.scales, 1, 32});
+    for (int64_t j = 0; j < n; ++j)
+      for (int64_t i = 0; i < k; ++i)
+        in_order.view().row<bf16>(j)[i / 128 * 128 + 32 * (i / 8 % 4) + 8 * (i % 4) + 2 * (i / 32 % 4) + i / 4 % 2] = numbers.view().row<bf16>(j)[i];
+    const TensorView y = o.gpu.make(DType::f32, {m, n});
+    gpu::matmul_bf16({.m = m, .n = n, .k = k, .x = o.x_rows.data, .w = o.gpu.put(in_order).data, .y = y.data, .x_stride = k, .w_stride = k, .y_stride = n, .y_is_f32 = true},
+                     o.gpu.context().stream);
+    EXPECT_EQ(count_bit_differences(o.product(0, m, DType::f32, 0, {}), o.gpu.get(y)), 0) << m;
+  }
+}
+
 // Tiles of every size, which the number of rows decides.
 TEST(MatmulFp4, RowsAreThoseOfAnyM) {
   const bool emulated = device_info().emulated;
