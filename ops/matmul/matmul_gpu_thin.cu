@@ -4,13 +4,16 @@
 // Both operands come through shared memory by copies in the background, several stages ahead, as they are; bf16 is widened on its way to registers.
 //   forward          a block has one segment of some rows and all of 24 columns. A few rows wait for their chains, so a thread has three, and more blocks than
 //                    multiprocessors have the segments; many rows share what they load, a thread having 4 x 6 chains.
+//   squares          of x's rows, for who wants their sums with the product: blocks of the same launch, the first to start, 16 threads a row.
 //   weight gradient  a thread has 6 rows x 2 columns, a block 24 x 64, so that 8192 columns are about one block a multiprocessor and one wave a scheduler.
 //
-// Floors for N = 24, K = 8192: a chain of 256 links x 4 cycles, 0.6 us (of all of K, 19 us; so too the weight gradient's, over 8192 rows); 8192 rows take 1.6 G
+// Floors for N = 24, K = 8192: a chain of 256 links x 4 cycles, 0.6 us (of all of K, 19 us; so too the weight gradient's, over 8192 rows), 1.2 us of the squares,
+// K / 16 links; 8192 rows take 1.6 G
 // multiply-adds, 54 us, and the bytes of x / 4 TB/s, 34 us.
 
-#include "core/gpu.h"
+#include "ops/chain_gpu.h"
 #include "ops/matmul/matmul_cpu.h"
+#include "ops/row_gpu.h"
 
 namespace lockstep::device::thin {
 
@@ -35,7 +38,8 @@ GPU_INLINE void load_widened(float (&to)[Count], Shared<T> from, int at) {
 struct Forward {
   const void* x;
   const float* w;
-  void* y;  // of segment s at s * y_segment
+  void* y;         // of segment s at s * y_segment
+  float* squares;  // sums of squares of x's rows, null: not wanted
   int64_t x_stride, w_stride, y_stride, y_segment;
   int rows, cols, chain, segment, segments;
   bool y_is_f32;
@@ -61,15 +65,60 @@ using Many = ForwardTile<4, 6, 32, 4, 32, 3, 8, false>;
 constexpr int64_t kManyRows = 256;  // from here on blocks of Many are enough
 constexpr int kWholeLinks = 16;     // chains and segments are multiples of it
 
+// Blocks for the squares of a tile's rows: one thread each of the tree's lanes. Their shared memory is the tile's.
+constexpr int kSquareStages = 4;
+template <typename T>
+constexpr int kSquareRows = T::kThreads / kTreeLanes;
+template <typename T>
+constexpr int kSquareSlices = T::kM / kSquareRows<T>;
+// Links of a stage: what fits, a power of two; and a line, whose last lanes are padding that puts the rows of a wave into different banks.
+template <typename T, typename X>
+constexpr int square_step() {
+  int step = kTreeLanes;
+  while (sizeof(X) * kSquareStages * kSquareRows<T> * (2 * step + kTreeLanes) <= T::template kSharedBytes<X>) step *= 2;
+  return step;
+}
+
+template <typename T, typename X>
+GPU_INLINE void sum_squares(const Forward& p) {
+  constexpr int kRows = kSquareRows<T>, kStep = square_step<T, X>(), kLine = kStep + kTreeLanes, kWords = kChunkBytes / static_cast<int>(sizeof(X));
+  static_assert(kStep >= kTreeLanes * kWords);
+  const int tree = thread_x() / kTreeLanes, row = block_x() * T::kM + block_y() * kRows + tree;
+  const Shared<X> line = SharedMemory().take<X>(kSquareStages * kRows * kLine).from(tree * kLine);
+  const X* const from = static_cast<const X*>(p.x) + (row < p.rows ? row : p.rows - 1) * p.x_stride;
+  const auto bring = [&](int stage) {
+    const int begin = stage * kStep;
+#pragma unroll
+    for (int i = row_lane() * kWords; i < kStep; i += kTreeLanes * kWords)
+      if (begin + i < p.chain) copy_async(line, stage % kSquareStages * kRows * kLine + i, from + begin + i);
+    copy_commit();
+  };
+#pragma unroll
+  for (int s = 0; s + 1 < kSquareStages; ++s) bring(s);
+  float sum = 0;
+  for (int stage = 0; stage * kStep < p.chain; ++stage) {
+    copy_wait<kSquareStages - 2>();
+    sync_block();
+    bring(stage + kSquareStages - 1);
+    const Shared<X> links = line.from(stage % kSquareStages * kRows * kLine + row_lane());
+    const int left = p.chain - stage * kStep;
+    in_order((left < kStep ? left : kStep) / kTreeLanes, [&](int i) { return to_f32(links.load(i * kTreeLanes)); }, [&](float v) { sum = fma(v, v, sum); });
+  }
+  sum = fold_row(sum);
+  if (row < p.rows && row_lane() == 0) p.squares[row] = sum;
+}
+
 template <typename T, typename X>
 GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
   constexpr int kXLine = T::template kXLine<X>, kXWords = kChunkBytes / static_cast<int>(sizeof(X));
   constexpr int kWLine = T::kWLine, kWWords = kChunkBytes / static_cast<int>(sizeof(float));
+  const int slice = p.squares == nullptr ? block_y() : block_y() - kSquareSlices<T>;
+  if (slice < 0) return sum_squares<T, X>(p);
   SharedMemory memory;
   const Shared<X> xs = memory.take<X>(T::kStages * T::kM * kXLine);
   const Shared<float> ws = memory.take<float>(T::kStages * T::kN * kWLine);
-  const int segment = block_y() % p.segments, thread = thread_x();
-  const int row0 = block_x() * T::kM, col0 = block_y() / p.segments * T::kN, link0 = segment * p.segment;
+  const int segment = slice % p.segments, thread = thread_x();
+  const int row0 = block_x() * T::kM, col0 = slice / p.segments * T::kN, link0 = segment * p.segment;
   const int chain = p.chain - link0 < p.segment ? p.chain - link0 : p.segment;
 
   // Lines [0, Lines) of an operand from line0 on, the last again for those past it, links [at, chain).
@@ -280,7 +329,7 @@ void forward(Context& c, const Forward& p, DType x_dtype) {
   const auto run = [&](auto tile, auto type) {
     using T = decltype(tile);
     using X = decltype(type);
-    const Grid grid = {.blocks = blocks_for(p.rows, T::kM), .threads = T::kThreads, .blocks_y = p.segments * blocks_for(p.cols, T::kN),
+    const Grid grid = {.blocks = blocks_for(p.rows, T::kM), .threads = T::kThreads, .blocks_y = p.segments * blocks_for(p.cols, T::kN) + (p.squares == nullptr ? 0 : kSquareSlices<T>),
                        .shared_bytes = T::template kSharedBytes<X>};
     launch(c, "matmul_thin", grid, forward_kernel<T, X>, p);
   };
@@ -293,16 +342,16 @@ void forward(Context& c, const Forward& p, DType x_dtype) {
 void matmul(Context& c, TensorView y, ConstTensorView x, ConstTensorView w) {
   const int k = static_cast<int>(x.dim(1));
   forward(c,
-          {.x = x.data, .w = w.ptr<float>(), .y = y.data, .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = y.row_stride, .y_segment = 0,
+          {.x = x.data, .w = w.ptr<float>(), .y = y.data, .squares = nullptr, .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = y.row_stride, .y_segment = 0,
            .rows = static_cast<int>(x.rows()), .cols = static_cast<int>(w.rows()), .chain = k, .segment = k, .segments = 1, .y_is_f32 = y.dtype == DType::f32},
           x.dtype);
 }
 
-void segment_sums(Context& c, TensorView sums, ConstTensorView x, ConstTensorView w, int64_t k_segment) {
+void segment_sums(Context& c, TensorView sums, TensorView squares, ConstTensorView x, ConstTensorView w, int64_t k_segment) {
   GPU_CHECK(k_segment % kWholeLinks == 0 && sums.dim(1) == blocks_for(x.dim(1), k_segment), "matmul_thin: %ld segments of %ld", static_cast<long>(sums.dim(1)),
             static_cast<long>(k_segment));
   forward(c,
-          {.x = x.data, .w = w.ptr<float>(), .y = sums.data, .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = sums.row_stride,
+          {.x = x.data, .w = w.ptr<float>(), .y = sums.data, .squares = squares.ptr<float>(), .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = sums.row_stride,
            .y_segment = sums.dim(2), .rows = static_cast<int>(x.rows()), .cols = static_cast<int>(w.rows()), .chain = static_cast<int>(x.dim(1)),
            .segment = static_cast<int>(k_segment), .segments = static_cast<int>(sums.dim(1)), .y_is_f32 = true},
           x.dtype);
