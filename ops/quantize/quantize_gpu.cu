@@ -1,4 +1,4 @@
-// Blocks of one row and 32, 64 or 128 columns, which is what activations, kv rows and FP4 have: 2, 4 or 8 threads hold a block in registers. Weights' blocks of
+// Blocks of one row and 32, 64 or 128 columns, which is what activations, kv rows and FP4 have: one to eight threads hold a block in registers. Weights' blocks of
 // 128 x 128: a thread block holds one. Others are read twice, from memory and from cache.
 // Bound by memory: x once, codes and scales once. Floor: (bytes of x + bytes of codes) / 4 TB/s. What is beside loads and stores must be few instructions: 33 million
 // numbers, whose bytes take 24 to 40 us, take another us for each. So conversions are the GPU's own (core/gpu_formats.h) and places are found without divisions.
@@ -326,7 +326,8 @@ GPU_KERNEL quant_stats_kernel(int64_t* counts, Codes codes, Scales scales, const
     const Piece p = piece_at(at, m.rows, m.cols, m.cols);
     if (p.count == 0) break;
     const Elements<T> e = load(x + p.row * x_stride + p.at, p.count, aligned);
-    const Vector<uint32_t, 2> c = load_codes<Code, false>(codes.data + p.row * codes.stride + code_bytes<Code>(p.at), p.count);
+    const uint8_t* const from = codes.data + p.row * codes.stride + code_bytes<Code>(p.at);
+    const Vector<uint32_t, 2> c = aligned && p.count == kPiece ? load_codes<Code, true>(from, kPiece) : load_codes<Code, false>(from, p.count);
     const int64_t i = p.row / block_rows, first = p.at / block_cols, last = (p.at + p.count - 1) / block_cols;
     float scale = read_scale(scales, i, first);
     for (int k = 0; k < kPiece; ++k) {
@@ -505,7 +506,8 @@ bool rows_aligned(const ConstTensorView& v, size_t bytes) {
 }
 // Kernels count pieces and blocks, and reckon with strides, in 31 bits.
 void check_size(const char* op, int64_t rows, int64_t cols, std::initializer_list<int64_t> strides) {
-  GPU_CHECK(rows * (blocks_for(cols, kPiece) + 1) < (int64_t{1} << 31) && std::max(std::max(strides), cols) < (int64_t{1} << 31), "%s: [%ld, %ld] is too large", op,
+  constexpr int64_t kEnd = int64_t{1} << 31, kIdle = 4096;  // no more threads than that have nothing to do
+  GPU_CHECK(rows * (blocks_for(cols, kPiece) + 1) < kEnd - kIdle && std::max(std::max(strides), cols) < kEnd, "%s: [%ld, %ld] is too large", op,
             static_cast<long>(rows), static_cast<long>(cols));
 }
 
@@ -562,7 +564,7 @@ QuantStats quant_stats(Context& c, ConstQuantView q, ConstTensorView x) {
   const TensorView counts = c.workspace->tensor(DType::i64, {blocks, kCounts}, "quantize counts");
   with_types(q.codes.dtype, x.dtype, [&]<typename Code, typename T>(Code, T) {
     launch(c, "quant_stats", {.blocks = blocks, .threads = kTileThreads, .shared_bytes = kCounts * kTileThreads / kWave * sizeof(int64_t)},
-           quant_stats_kernel<Code, T>, counts.ptr<int64_t>(), codes_of(q.codes), scales_of(q.scales), x.ptr<T>(), x.row_stride, q.block_rows, q.block_cols, m, is_aligned(x));
+           quant_stats_kernel<Code, T>, counts.ptr<int64_t>(), codes_of(q.codes), scales_of(q.scales), x.ptr<T>(), x.row_stride, q.block_rows, q.block_cols, m, all_aligned(x, q.codes));
   });
   int64_t host[kCountBlocks][kCounts];
   download_bytes(c, host, counts.data, counts.bytes());
