@@ -356,107 +356,135 @@ inline constexpr int kLeastShift = -8, kMostShift = 6;  // powers of two that ev
 struct Runs {
   Divisor of_row, of_sub;
   int sub_cols, subs;  // columns of a sub-block, sub-blocks of a block's row
-  bool aligned;
 };
 struct Run {
   uint32_t row;  // row and column are of the block
   int column, count, scale;
   Vector<uint32_t, 4> nibbles;
-  // Bit m: whether a code of magnitude m is there.
+  // Bit m: whether a code of magnitude m is there. Rarely asked.
   GPU_INLINE uint32_t magnitudes() const {
     uint32_t found = 0;
 #pragma unroll
-    for (int k = 0; k < kRun; ++k)
-      if (k < count) found |= 1u << (nibbles.v[k / 8] >> (k % 8 * 4) & 7u);
+    for (int w = 0; w < 4; ++w) {
+      uint32_t rest = nibbles.v[w];
+#pragma unroll 1
+      for (int k = 8 * w; k < 8 * w + 8 && k < count; ++k, rest >>= 4) found |= 1u << (rest & 7u);
+    }
     return found;
   }
 };
-GPU_INLINE Vector<uint32_t, 4> load_run(const uint8_t* from, int count, bool aligned) {
-  if (aligned && count == kRun) return *reinterpret_cast<const Vector<uint32_t, 4>*>(from);
-  Vector<uint8_t, kRun / 2> pairs = {};
+template <bool kWhole>
+GPU_INLINE Vector<uint32_t, 4> load_run(const uint8_t* from, int count) {
+  Vector<uint32_t, 4> nibbles = {};
+  if constexpr (kWhole) {
+    nibbles = *reinterpret_cast<const Vector<uint32_t, 4>*>(from);
+  } else {
 #pragma unroll
-  for (int k = 0; k < kRun / 2; ++k)
-    if (2 * k < count) pairs.v[k] = from[k];
-  return std::bit_cast<Vector<uint32_t, 4>>(pairs);
-}
-GPU_INLINE void store_run(uint8_t* to, const Vector<uint32_t, 8>& codes, int count, bool aligned) {
-  const auto bytes = std::bit_cast<Vector<uint8_t, kRun>>(codes);
-  if (aligned && count == kRun) {
-    store_vector(to, bytes);
-    return;
+    for (int k = 0; k < kRun / 2; ++k)
+      if (2 * k < count) nibbles.v[k / 4] |= static_cast<uint32_t>(from[k]) << (k % 4 * 8);
   }
+  return nibbles;
+}
+// Half of a run, of which count columns are there.
+template <bool kWhole>
+GPU_INLINE void store_half(uint8_t* to, const Vector<uint32_t, 4>& codes, int count) {
+  if constexpr (kWhole) {
+    store_vector(reinterpret_cast<uint32_t*>(to), codes);
+  } else {
 #pragma unroll
-  for (int k = 0; k < kRun; ++k)
-    if (k < count) to[k] = bytes.v[k];
+    for (int k = 0; k < kRun / 2; ++k)
+      if (k < count) to[k] = static_cast<uint8_t>(codes.v[k / 4] >> (k % 4 * 8));
+  }
 }
 
-// One block of `to` a thread block, by the rule of reference::recode_block. A thread keeps its first run; of blocks of 128 x 128 there is no other.
-GPU_KERNEL GPU_BOUNDS(kRunThreads) recode_kernel(Codes to, Scales to_scales, uint8_t* lossy, int64_t lossy_stride, int64_t block_rows, int64_t block_cols, Codes from,
-                                                 Scales from_scales, Divisor blocks, Runs runs, Matrix m) {
+// One block of `to` a thread block, by the rule of reference::recode_block. A thread keeps its first run. kWhole: blocks are 128 x 128 with sub-blocks of 32 columns, which
+// is one run a thread; rows are aligned and all runs whole.
+template <bool kWhole>
+GPU_KERNEL GPU_BOUNDS(kRunThreads) recode_kernel(Codes to, Scales to_scales, uint8_t* lossy, int64_t lossy_stride, int64_t block_rows, int64_t block_cols,
+                                                 Codes from, Scales from_scales, Divisor blocks, Runs runs, Matrix m) {
+  constexpr int kRuns = kSquare / kRun;  // of a row
+  static_assert(kRuns * kSquare == kRunThreads);
+  if constexpr (kWhole) block_rows = kSquare, block_cols = kSquare, runs.subs = kRuns;
   SharedMemory memory;
   const auto shared = memory.take<uint32_t>(kRunThreads / kWave);
   const uint32_t i = blocks.quotient(static_cast<uint32_t>(block_x())), j = static_cast<uint32_t>(block_x()) - i * blocks.divisor;
   const int64_t row0 = i * block_rows, col0 = j * block_cols, rows = m.rows - row0 < block_rows ? m.rows - row0 : block_rows;
   const int cols = static_cast<int>(m.cols - col0 < block_cols ? m.cols - col0 : block_cols);
-  const uint32_t end = static_cast<uint32_t>(rows) * runs.of_row.divisor;
+  const uint32_t end = static_cast<uint32_t>(rows) * (kWhole ? kRuns : runs.of_row.divisor);
   const uint8_t* const source = from.data + row0 * from.stride + col0 / 2;
   const uint8_t* const sub_scales = static_cast<const uint8_t*>(from_scales.data) + row0 * from_scales.stride + static_cast<int64_t>(j) * runs.subs;
   uint8_t* const target = to.data + row0 * to.stride + col0;
   const auto run_at = [&](uint32_t k) {
-    const uint32_t down = runs.of_row.quotient(k), across = k - down * runs.of_row.divisor, sub = runs.of_sub.quotient(across);
-    const int within = static_cast<int>(across - sub * runs.of_sub.divisor) * kRun, column = static_cast<int>(sub) * runs.sub_cols + within;
-    const int of_sub = runs.sub_cols - within, of_row = cols - column, left = of_sub < of_row ? of_sub : of_row;
+    uint32_t down = k / kRuns, sub = k % kRuns;
+    int within = 0, column = static_cast<int>(sub) * kRun, left = cols - column;
+    if constexpr (!kWhole) {
+      down = runs.of_row.quotient(k);
+      const uint32_t across = k - down * runs.of_row.divisor;
+      sub = runs.of_sub.quotient(across);
+      within = static_cast<int>(across - sub * runs.of_sub.divisor) * kRun;
+      column = static_cast<int>(sub) * runs.sub_cols + within;
+      left = runs.sub_cols - within < cols - column ? runs.sub_cols - within : cols - column;
+    }
     if (k >= end || left <= 0) return Run{};
-    const int count = left < kRun ? left : kRun, scale = sub_scales[row_offset(down, from_scales.stride) + sub];
-    return Run{down, column, count, scale, load_run(source + row_offset(down, from.stride) + column / 2, count, runs.aligned)};
+    const int count = kWhole || left >= kRun ? kRun : left, scale = sub_scales[row_offset(down, from_scales.stride) + sub];
+    return Run{down, column, count, scale, load_run<kWhole>(source + row_offset(down, from.stride) + column / 2, count)};
   };
   const Run first = run_at(static_cast<uint32_t>(thread_x()));
   // f(run) for the runs that are this thread's.
   const auto for_runs = [&](const auto& f) {
     if (first.count != 0) f(first);
-    for (auto k = static_cast<uint32_t>(thread_x()) + kRunThreads; k < end; k += kRunThreads) {
-      const Run run = run_at(k);
-      if (run.count != 0) f(run);
+    if constexpr (!kWhole) {
+      for (auto k = static_cast<uint32_t>(thread_x()) + kRunThreads; k < end; k += kRunThreads) {
+        const Run run = run_at(k);
+        if (run.count != 0) f(run);
+      }
     }
   };
-  // Both halves' largest, of all threads. The last one's shared memory has been read.
+  // Both halves' largest, of all threads. The same shared memory may be used again after a barrier.
   const auto of_block = [&](uint32_t most) {
     constexpr int kWaves = kRunThreads / kWave;
     for (int width = kWave / 2; width >= 1; width /= 2) most = larger_halves(most, shuffle_xor(most, width));
-    sync_block();
     if (lane() == 0) shared.store(wave(), most);
     sync_block();
     most = shared.load(lane() % kWaves);
     for (int width = kWaves / 2; width >= 1; width /= 2) most = larger_halves(most, shuffle_xor(most, width));
     return most;
   };
-  // Returns whether any code of this thread is inexact.
   const auto write = [&](int scale) {
+    for_runs([&](const Run& run) {
+      const bool nan = run.scale == kUe8m0Nan.bits;
+      const int apart = run.scale - scale, shift = apart < -100 ? -100 : apart > 100 ? 100 : apart;
+      const float by = std::bit_cast<float>(static_cast<uint32_t>(127 + shift) << 23);
+      const Vector<uint32_t, 2> table = {{encode_four<e4m3>({0.0f, 0.5f, 1.0f, 1.5f}, by), encode_four<e4m3>({2.0f, 3.0f, 4.0f, 6.0f}, by)}};
+      uint8_t* const codes = target + row_offset(run.row, to.stride) + run.column;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Vector<uint32_t, 4> words;
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+          const auto magnitudes = look_up(table, run.nibbles.v[2 * half + w]), signs = nibble_signs(run.nibbles.v[2 * half + w]);
+#pragma unroll
+          for (int k = 0; k < 2; ++k) words.v[2 * w + k] = nan ? FloatFormat<e4m3>::kNanCode * 0x01010101u : magnitudes.v[k] | signs.v[k];
+        }
+        store_half<kWhole>(codes + half * kRun / 2, words, run.count - half * kRun / 2);
+      }
+    });
+  };
+  // Whether a code under this scale is inexact, of all threads.
+  const auto loses = [&](int scale) {
     uint32_t inexact = 0;
     for_runs([&](const Run& run) {
-      Vector<uint32_t, 8> codes;
-      if (run.scale == kUe8m0Nan.bits) {
-#pragma unroll
-        for (int w = 0; w < 8; ++w) codes.v[w] = FloatFormat<e4m3>::kNanCode * 0x01010101u;
-      } else {
-        const int apart = run.scale - scale, shift = apart < -100 ? -100 : apart > 100 ? 100 : apart;
-        const float by = std::bit_cast<float>(static_cast<uint32_t>(127 + shift) << 23);
-        const Vector<uint32_t, 2> table = {{encode_four<e4m3>({0.0f, 0.5f, 1.0f, 1.5f}, by), encode_four<e4m3>({2.0f, 3.0f, 4.0f, 6.0f}, by)}};
-        if (shift < kLeastShift || shift > kMostShift) {
-          const uint32_t there = run.magnitudes();
-          for (uint32_t k = 0; k < 8; ++k)
-            if (decode<e4m3>(static_cast<uint8_t>(table.v[k / 4] >> (k % 4 * 8))) != decode<e2m1x2>(static_cast<uint8_t>(k)) * by) inexact |= there >> k & 1u;
-        }
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const auto magnitudes = look_up(table, run.nibbles.v[w]), signs = nibble_signs(run.nibbles.v[w]);
-          codes.v[2 * w] = magnitudes.v[0] | signs.v[0];
-          codes.v[2 * w + 1] = magnitudes.v[1] | signs.v[1];
-        }
+      if (run.scale == kUe8m0Nan.bits) return;
+      const uint32_t there = run.magnitudes();
+      const int apart = run.scale - scale, shift = apart < -100 ? -100 : apart > 100 ? 100 : apart;
+#pragma unroll 1
+      for (int k = 0; k < 8; ++k) {
+        const float v = decode<e2m1x2>(static_cast<uint8_t>(k)) * std::bit_cast<float>(static_cast<uint32_t>(127 + shift) << 23);
+        if (to_f32(to_e4m3(v)) != v) inexact |= there >> k & 1u;
       }
-      store_run(target + row_offset(run.row, to.stride) + run.column, codes, run.count, runs.aligned);
     });
-    return inexact;
+    sync_block();
+    return of_block(inexact) != 0;
   };
   // The largest sub-scale, and how far under 255 the least one is.
   uint32_t range = 0;
@@ -466,25 +494,24 @@ GPU_KERNEL GPU_BOUNDS(kRunThreads) recode_kernel(Codes to, Scales to_scales, uin
   range = of_block(range);
   const int most = static_cast<int>(range & 0xffffu), least = 255 - static_cast<int>(range >> 16);
   int scale = most > kMostShift ? most - kMostShift : 0;
-  uint32_t inexact = write(scale);
-  if (least - scale < kLeastShift) {
-    inexact = of_block(inexact);
-    if (inexact != 0) {
-      // The least scale under which no value overflows.
-      uint32_t tight = 0;
-      for_runs([&](const Run& run) {
-        const uint32_t there = run.magnitudes() & ~1u;
-        if (run.scale == kUe8m0Nan.bits || there == 0) return;
-        const int needed = run.scale + (static_cast<int>(std::bit_width(there)) - 1) / 2 - 9;
-        tight = larger(tight, static_cast<uint32_t>(needed > 0 ? needed : 0));
-      });
-      scale = static_cast<int>(of_block(tight));
-      inexact = of_block(write(scale));
-    }
+  bool lost = false;
+  if (least - scale < kLeastShift && loses(scale)) {
+    // The least scale under which no value overflows.
+    uint32_t tight = 0;
+    for_runs([&](const Run& run) {
+      const uint32_t there = run.magnitudes() & ~1u;
+      if (run.scale == kUe8m0Nan.bits || there == 0) return;
+      const int needed = run.scale + (static_cast<int>(std::bit_width(there)) - 1) / 2 - 9;
+      tight = larger(tight, static_cast<uint32_t>(needed > 0 ? needed : 0));
+    });
+    sync_block();
+    scale = static_cast<int>(of_block(tight));
+    lost = loses(scale);
   }
+  write(scale);
   if (thread_x() != 0) return;
   write_scale(to_scales, i, j, to_f32(ue8m0{static_cast<uint8_t>(scale)}));
-  if (lossy != nullptr) lossy[i * lossy_stride + j] = inexact == 0 ? 0 : 1;
+  if (lossy != nullptr) lossy[i * lossy_stride + j] = lost ? 1 : 0;
 }
 
 Codes codes_of(const ConstTensorView& v) { return {static_cast<uint8_t*>(const_cast<void*>(v.data)), v.row_stride}; }
@@ -580,13 +607,14 @@ QuantStats quant_stats(Context& c, ConstQuantView q, ConstTensorView x) {
 
 void recode_fp4(Context& c, QuantView to, TensorView lossy, ConstQuantView from) {
   const int64_t a_sub = blocks_for(from.block_cols, kRun), subs = to.block_cols / from.block_cols;
-  const bool aligned = rows_aligned(to.codes, kRun) && rows_aligned(from.codes, kRun / 2) && from.block_cols % kRun == 0;
+  const bool whole = rows_aligned(to.codes, kRun / 2) && rows_aligned(from.codes, kRun / 2) && to.block_rows == kSquare && to.block_cols == kSquare && from.block_cols == kRun &&
+                     from.code_cols() % kRun == 0;
   check_size("recode_fp4", from.rows(), from.code_cols(), {from.codes.row_stride, from.scales.row_stride, to.codes.row_stride});
-  const Runs runs{Divisor(subs * a_sub), Divisor(a_sub), static_cast<int>(from.block_cols), static_cast<int>(subs), aligned};
+  const Runs runs{Divisor(subs * a_sub), Divisor(a_sub), static_cast<int>(from.block_cols), static_cast<int>(subs)};
   GPU_CHECK(to.block_rows * runs.of_row.divisor < (int64_t{1} << 31) && to.block_cols < (int64_t{1} << 31), "recode_fp4: blocks of %ld x %ld are too large", static_cast<long>(to.block_rows),
             static_cast<long>(to.block_cols));
-  launch(c, "recode_fp4", {.blocks = to.scales.shape.elements(), .threads = kRunThreads, .shared_bytes = kLargestShared<kRunThreads>}, recode_kernel, codes_of(to.codes),
-         scales_of(to.scales), lossy.data == nullptr ? nullptr : lossy.ptr<uint8_t>(), lossy.row_stride, to.block_rows, to.block_cols, codes_of(from.codes),
+  launch(c, "recode_fp4", {.blocks = to.scales.shape.elements(), .threads = kRunThreads, .shared_bytes = kLargestShared<kRunThreads>},
+         whole ? recode_kernel<true> : recode_kernel<false>, codes_of(to.codes), scales_of(to.scales), lossy.data == nullptr ? nullptr : lossy.ptr<uint8_t>(), lossy.row_stride, to.block_rows, to.block_cols, codes_of(from.codes),
          scales_of(from.scales), Divisor(to.scales.dim(1)), runs, Matrix{from.rows(), from.code_cols()});
 }
 
