@@ -2,7 +2,7 @@
 // and by the shapes of the weight and of the tensors that operands are part of, never by the number of rows.
 //
 // On matrix units gradients come from dy rounded to bf16, and that of the input from weights in bf16, which quantised ones fit in exactly; those are
-// de-quantised for the call, but for experts in E4M3 on Hopper, whose product does so as it reads them. Gradients of thin weights (fewer than kThin rows: the hyper-connections') stay in f32.
+// de-quantised for the call, all experts at once. Gradients of thin weights (fewer than kThin rows: the hyper-connections') stay in f32.
 
 #include <algorithm>
 
@@ -19,7 +19,6 @@ constexpr bool kMatrixUnits = true;
 #else
 constexpr bool kMatrixUnits = false;
 #endif
-constexpr bool kReadsCodesAcross = false;  // not until its test has passed on Hopper
 constexpr int64_t kThin = 128;
 
 int64_t inner_stride(ConstTensorView v) { return v.shape.rank == 3 ? v.shape[2] : v.row_stride; }
@@ -149,15 +148,11 @@ bool use_matrix_units_backward(const WeightView& w, int64_t k) {
   return w.rows.dtype == DType::bf16 && readable(w.rows) && gpu::matmul_supported(w.rows);
 }
 
-// Of experts: de-quantised they take twice the product's time and twice their bytes. Of other weights it is a few parts in a hundred of the product, which then is the faster one.
-bool reads_codes_across(const WeightView& w) { return kReadsCodesAcross && w.rows.dtype == DType::e4m3 && w.rows.shape.rank == 3 && units_read(w, 0); }
-
 void input_gradient_on_matrix_units(Context& c, TensorView dx, ConstTensorView dy, const WeightView& w, ConstTensorView offsets, bool accumulate) {
   const ArenaScope scope(*c.workspace);
   const int64_t k = dx.dim(1);
   ConstTensorView rows = w.rows;
-  const bool as_is = reads_codes_across(w);
-  if (w.quantized() && !as_is) {
+  if (w.quantized()) {
     const auto flat = [](ConstTensorView v) { return v.shape.rank == 3 ? v.reshape({v.shape[0] * v.shape[1], v.shape[2]}) : v; };
     const TensorView out = c.workspace->tensor(DType::bf16, {flat(w.rows).rows(), k}, "matmul dequantized");
     dequantize(c, out, {flat(w.rows), flat(w.scales), w.row_grid.block, w.col_grid.block});
@@ -167,8 +162,6 @@ void input_gradient_on_matrix_units(Context& c, TensorView dx, ConstTensorView d
   gpu::MatmulBackwardProblem p = {.m = dy.rows(), .n = dy.dim(1), .k = k, .dy = d.data, .other = rows.data, .grad = dx.ptr<float>(), .dy_stride = d.row_stride,
                                   .other_stride = inner_stride(rows), .grad_stride = dx.row_stride, .accumulate = accumulate};
   if (offsets.data != nullptr) p.offsets = offsets.ptr<int32_t>(), p.experts = w.rows.shape[0];
-  if constexpr (kReadsCodesAcross)
-    if (as_is) return gpu::matmul_backward_input_fp8({.codes = p, .w_scale = static_cast<const uint8_t*>(w.scales.data), .w_scale_stride = inner_stride(w.scales)}, c.stream);
   gpu::matmul_backward_input_bf16(p, c.stream);
 }
 

@@ -84,14 +84,6 @@ struct MatmulBackwardProblem {
 void matmul_backward_input_bf16(const MatmulBackwardProblem& p, void* stream);
 void matmul_backward_weight_bf16(const MatmulBackwardProblem& p, void* stream);
 
-// The input's with w in E4M3 codes and scales of [128, 128] in UE8M0: the bits of the product with w de-quantised to bf16. Hopper alone.
-struct MatmulBackwardFp8Problem {
-  MatmulBackwardProblem codes;
-  const uint8_t* w_scale = nullptr;  // as Fp8Problem's
-  int64_t w_scale_stride = 0;
-};
-void matmul_backward_input_fp8(const MatmulBackwardFp8Problem& p, void* stream);
-
 // Operands of the products from what the model holds; any GPU.
 //   round_rows     to [M, N] bf16 = from [M, N] f32, nearest even
 //   quantize_rows  codes [M, K] e4m3 and scales [M, ceil(K / 128)] f32 of x [M, K] f32 | bf16: the codes of quantize(x) in kFp8Activation and its scales in f32;
