@@ -438,7 +438,7 @@ class Table {
                const auto x = o.operands.random(kBf16, {R, k}), y = o.operands.make(kBf16, {R, n});
                return [=, &c = o.c(), w = o.operands.weight(dtype, {E, n, k}), p = plan(o.operands)] { grouped_matmul(c, y, x, w, p.offsets); };
              }});
-        if (!train || dtype == kE2m1) continue;
+        if (!train) continue;
         add({.op = "matmul", .name = name, .pass = "dx", .dtype = dtype, .shape = {R, n, k}, .bytes = product(R, n + k) * 4 + w_bytes, .operations = operations, .unit = kBf16,
              .set_up = [=](const CallOperands& o) -> Run {
                const auto dy = o.operands.random(kF32, {R, n}), dx = o.operands.make(kF32, {R, k});
