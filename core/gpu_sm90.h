@@ -191,18 +191,6 @@ struct MmaBf16<256, ACross, BCross> {
 template <int N, int BCross = 1>
 struct MmaBf16Registers;
 template <int BCross>
-struct MmaBf16Registers<8, BCross> {
-  GPU_INLINE static void run(float (&d)[4], const unsigned* a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, %8, p, 1, 1, %10;\n}\n"
-        : LOCKSTEP_R4(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
-  }
-};
-template <int BCross>
 struct MmaBf16Registers<16, BCross> {
   GPU_INLINE static void run(float (&d)[8], const unsigned* a, unsigned long long b, int accumulate) {
     asm volatile(
@@ -211,18 +199,6 @@ struct MmaBf16Registers<16, BCross> {
         "{%0, %1, %2, %3, %4, %5, %6, %7}, "
         "{%8, %9, %10, %11}, %12, p, 1, 1, %14;\n}\n"
         : LOCKSTEP_R4(d, 0), LOCKSTEP_R4(d, 4)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
-  }
-};
-template <int BCross>
-struct MmaBf16Registers<32, BCross> {
-  GPU_INLINE static void run(float (&d)[16], const unsigned* a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "{%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}\n"
-        : LOCKSTEP_R16(d, 0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(BCross));
   }
 };

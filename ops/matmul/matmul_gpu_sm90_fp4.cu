@@ -26,12 +26,12 @@ using namespace sm90_matmul;
 constexpr int kStepK = 128, kRowBytes = kStepK / 2, kProducts = kStepK / 16;
 constexpr unsigned kBias = 32;  // see Numbers
 
-// Rows of w in 64 a consumer; rows of x, in parts of Width: of a tile that is part full, only those with rows in it are read and multiplied.
-template <int Consumers, int TileM, int Width>
+// Rows of w in 64 a consumer; rows of x.
+template <int Consumers, int TileM>
 struct Shape {
-  static constexpr int kM = TileM, kWidth = Width, kN = 64 * Consumers, kConsumers = Consumers, kBoxes = 0, kThreads = 128 * (1 + Consumers);
-  // What a part and what a consumer's unpacking take of a step, measured on an H200.
-  static constexpr double kPartNs = Width == 64 ? 165 : 40, kUnpackNs = 130, kTileNs = 1500;
+  static constexpr int kM = TileM, kN = 64 * Consumers, kConsumers = Consumers, kBoxes = 0, kThreads = 128 * (1 + Consumers);
+  static constexpr int kStep = kStepK;
+  static constexpr double kStepNs = (150 + 1.5 * TileM) * Consumers, kTileNs = 40 * TileM;  // unpacking, then products, of a consumer
   struct alignas(1024) Stage {
     bf16_t x[2][kM * 64];  // columns in halves of 64
     unsigned char w[kN * kRowBytes];
@@ -100,17 +100,28 @@ GPU_INLINE void unpack(unsigned codes, unsigned factor, unsigned* pairs, int apa
   pairs[3 * apart] = times((upper & kHigh) * 0x104u & kBits, factor);
 }
 
-// One tile: part `half` of 64 rows of w, thread t.
+// What thread t of part `half` of 64 rows of w has to do with them.
+struct Place {
+  int pair_row, odd;  // its rows of w: pair_row and the next, the first of them odd ones' lower row
+  int quarter;        // of a row's codes
+  GPU_INLINE Place(int half, int t) : pair_row(half * 64 + t / 32 * 16 + t % 32 / 4 * 2), odd(t / 4 % 2), quarter(t % 4) {}
+  // Upper and lower row: of neighbouring pairs one begins with the even row, one with the odd, so that eight threads read all banks.
+  GPU_INLINE int row(int lower) const { return pair_row + (odd ^ lower); }
+  GPU_INLINE uint4 codes(const unsigned char* w, int lower) const {
+    return *reinterpret_cast<const uint4*>(w + row(lower) * kRowBytes + (quarter ^ (pair_row / 2 % 4)) * 16);
+  }
+  GPU_INLINE unsigned factor(const unsigned* scales, int lower) const { return scale_pair(scales[row(lower)] >> 8 * quarter & 255); }
+};
+
+// Of a tile.
 template <typename T>
-GPU_INLINE void make_tile(Stages<T>& stages, const Problem& p, const Result& to, const Tile& tile, int half, int t) {
-  constexpr int kEach = kProducts / 2;  // products of half a step, whose operands are in registers while the other half's are made
-  const int warp = t / 32, q = t % 32 / 4, c = t % 4, pair_row = half * 64 + warp * 16 + 2 * q, odd = q & 1;
-  // Upper and lower row of this thread: of neighbouring pairs one begins with the even row, one with the odd, so that eight threads read all banks.
-  const int rows[2] = {pair_row + odd, pair_row + 1 - odd}, unit = (c ^ (pair_row / 2 % 4)) * 16;
-  float acc[T::kM / T::kWidth][T::kWidth / 2];
-  const int parts = (tile.row_end - tile.row + T::kWidth - 1) / T::kWidth;
+using Sums = float[T::kM / 2];
+
+// The sums of a warpgroup's 64 rows of w: half a step's operands are made while the other half's are multiplied.
+template <typename T>
+GPU_INLINE void sum(Stages<T>& stages, int steps, const Place& place, int t, Sums<T>& acc) {
+  constexpr int kEach = kProducts / 2;
   unsigned a[2][4 * kEach];
-  const int steps = tile.k_end / kStepK;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     stages.full[stages.at].wait(stages.phase);
@@ -118,10 +129,7 @@ GPU_INLINE void make_tile(Stages<T>& stages, const Problem& p, const Result& to,
     uint4 codes[2];
     unsigned factor[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      codes[r] = *reinterpret_cast<const uint4*>(stage.w + rows[r] * kRowBytes + unit);
-      factor[r] = scale_pair(stage.scales[rows[r]] >> 8 * c & 255);
-    }
+    for (int r = 0; r < 2; ++r) codes[r] = place.codes(stage.w, r), factor[r] = place.factor(stage.scales, r);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       sm90::wgmma_wait<1>();  // the products before the last are done
@@ -133,39 +141,47 @@ GPU_INLINE void make_tile(Stages<T>& stages, const Problem& p, const Result& to,
       }
       sm90::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < T::kM / T::kWidth; ++i) {
-        if (i != 0 && i >= parts) break;
-#pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          sm90::MmaBf16Registers<T::kWidth, 0>::run(acc[i], a[h] + 4 * j, sm90::operand_along_k(stage.x[h] + i * T::kWidth * 64, 32u * static_cast<unsigned>(j)), (step | h | j) != 0);
-      }
+      for (int j = 0; j < kEach; ++j)
+        sm90::MmaBf16Registers<T::kM, 0>::run(acc, a[h] + 4 * j, sm90::operand_along_k(stage.x[h], 32u * static_cast<unsigned>(j)), (step | h | j) != 0);
       sm90::wgmma_commit();
     }
     stages.advance();
   }
   sm90::wgmma_wait<0>();
   if (t % 32 == 0) stages.empty[(stages.at + T::kStages - 1) % T::kStages].arrive();
+}
 
-  // 8 threads of a warp store 16 columns of a row.
+// Stores a tile: 8 threads of a warp 16 columns of a row. kPairs: two columns at once, which both are there.
+template <typename T, typename Y, bool kPairs>
+GPU_INLINE void store_as(const Result& to, const Tile& tile, const Place& place, const Sums<T>& acc) {
   constexpr float kScale = 0x1p32f;
   static_assert(kBias == 32);
-  const int n = tile.column + pair_row;
+  const int n = tile.column + place.pair_row, row = tile.row + 2 * place.quarter, left = tile.row_end - row;
+  if (n >= to.columns) return;
+  Y* y = static_cast<Y*>(to.y) + row * to.stride + n;
 #pragma unroll
-  for (int i = 0; i < T::kM / 4; ++i) {
-    const int m = tile.row + 8 * (i / 2) + 2 * c + i % 2, at = 4 * (i / 2) + i % 2;
-    if (m >= tile.row_end || n >= to.columns) continue;
-    const auto& part = acc[at / (T::kWidth / 2)];
-    const float upper = part[at % (T::kWidth / 2)] * kScale, lower = part[at % (T::kWidth / 2) + 2] * kScale, first = odd ? lower : upper, second = odd ? upper : lower;
-    const auto store = [&](auto* y) {
-      y += m * to.stride + n;
-      if (n + 1 < to.columns && to.pairs) {
-        store_pair(y, first, second);
+  for (int i = 0; i < T::kM / 8; ++i, y += 8 * to.stride) {
+    const float* const sums = acc + 4 * i;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (8 * i + j >= left) return;
+      const float upper = sums[j] * kScale, lower = sums[2 + j] * kScale, first = place.odd ? lower : upper, second = place.odd ? upper : lower;
+      Y* const at = j == 0 ? y : y + to.stride;
+      if constexpr (kPairs) {
+        store_pair(at, first, second);
       } else {
-        store_one(y, first);
-        if (n + 1 < to.columns) store_one(y + 1, second);
+        store_one(at, first);
+        if (n + 1 < to.columns) store_one(at + 1, second);
       }
-    };
-    to.is_f32 ? store(static_cast<float*>(to.y)) : store(static_cast<bf16_t*>(to.y));
+    }
+  }
+}
+template <typename T>
+GPU_INLINE void store_sums(const Result& to, const Tile& tile, const Place& place, const Sums<T>& acc) {
+  if (to.pairs && tile.column + place.pair_row + 1 < to.columns) {
+    to.is_f32 ? store_as<T, float, true>(to, tile, place, acc) : store_as<T, bf16_t, true>(to, tile, place, acc);
+  } else {
+    to.is_f32 ? store_as<T, float, false>(to, tile, place, acc) : store_as<T, bf16_t, false>(to, tile, place, acc);
   }
 }
 
@@ -182,9 +198,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) matmul_fp4_kernel(const __grid
 
   sm90::take_registers<T::kConsumers == 2 ? 232 : T::kConsumers == 3 ? 160 : 112>();
   const int t = static_cast<int>(threadIdx.x) % 128, count = tiles.count();
+  const Place place(group - 1, t);
   for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
     const Tile tile = tiles.at(i);
-    make_tile(stages, p, products.result[0], tile, group - 1, t);
+    Sums<T> acc;
+    sum<T>(stages, tile.k_end / kStepK, place, t, acc);
+    store_sums<T>(products.result[0], tile, place, acc);
   }
 }
 
@@ -196,7 +215,7 @@ void launch(const Fp8Problem& all, cudaStream_t stream) {
   GPU_CHECK(allowed == cudaSuccess, "%zu bytes of shared memory a block: %s", kBytes, cudaGetErrorString(allowed));
   const MatmulProblem& m = all.codes;
   const Problem p = {.rows = static_cast<int>(m.m), .k = static_cast<int>(m.k), .tiles_m = static_cast<int>(pieces(m.m, T::kM)), .tiles_n = static_cast<int>(pieces(m.n, T::kN)),
-                     .experts = static_cast<int>(m.experts), .offsets = m.offsets, .k_segment = 0, .a_box = std::min(T::kWidth, box_rows(m.m, m.experts, T::kM)), .accumulate = false};
+                     .experts = static_cast<int>(m.experts), .offsets = m.offsets, .k_segment = 0, .a_box = std::min(64, box_rows(m.m, m.experts, T::kM)), .accumulate = false};
   Products<1> products;
   products.count = 1;
   products.a[0] = make_map<bf16_t>(m.x, 1, m.m, m.k, m.x_stride, p.a_box);
@@ -209,12 +228,9 @@ void launch(const Fp8Problem& all, cudaStream_t stream) {
   GPU_CHECK(e == cudaSuccess, "matmul fp4 [%ld, %ld, %ld]: %s", static_cast<long>(m.m), static_cast<long>(m.n), static_cast<long>(m.k), cudaGetErrorString(e));
 }
 
-// Tiles differ by the parts they have: the average of those of a typical batch.
 template <typename T>
 Way<const Fp8Problem&> way(const Fp8Problem& p) {
-  const Batch batch(p.codes.m, p.codes.experts);
-  const double parts = static_cast<double>(batch.tiles_m(T::kWidth)) / static_cast<double>(batch.tiles_m(T::kM)), step = T::kConsumers * std::max(T::kUnpackNs, parts * T::kPartNs);
-  return {static_cast<double>(pieces(batch.tiles_m(T::kM) * pieces(p.codes.n, T::kN), multiprocessors())) * (static_cast<double>(p.codes.k / kStepK) * step + T::kTileNs), launch<T>};
+  return {rough_ns<T>(Batch(p.codes.m, p.codes.experts).tiles_m(T::kM) * pieces(p.codes.n, T::kN), p.codes.k), launch<T>};
 }
 
 }  // namespace
@@ -226,8 +242,7 @@ void matmul_fp4(const Fp8Problem& p, void* stream) {
   GPU_CHECK(m.k % kStepK == 0 && m.k_segment == 0 && !m.accumulate, "matmul fp4: k %ld, segments of %ld, accumulate %d", static_cast<long>(m.k), static_cast<long>(m.k_segment),
             m.accumulate);
   if (m.m == 0) return;
-  fastest({way<Shape<3, 192, 64>>(p), way<Shape<2, 256, 64>>(p), way<Shape<2, 128, 64>>(p), way<Shape<2, 64, 64>>(p), way<Shape<4, 16, 16>>(p), way<Shape<2, 16, 16>>(p)})
-      .run(p, static_cast<cudaStream_t>(stream));
+  fastest({way<Shape<3, 192>>(p), way<Shape<3, 128>>(p), way<Shape<4, 64>>(p), way<Shape<4, 16>>(p)}).run(p, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace lockstep::gpu
