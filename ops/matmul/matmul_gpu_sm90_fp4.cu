@@ -100,9 +100,9 @@ GPU_INLINE void unpack(unsigned codes, unsigned factor, unsigned* pairs, int apa
   pairs[3 * apart] = times((upper & kHigh) * 0x104u & kBits, factor);
 }
 
-// What thread t of part `half` of 64 rows of w has to do with them.
+// What thread t of a consumer has of its 64 rows of w, the tile's from 64 half on.
 struct Place {
-  int pair_row, odd;  // its rows of w: pair_row and the next, the first of them odd ones' lower row
+  int pair_row, odd;  // two rows, pair_row and the next; odd: the next is the upper one
   int quarter;        // of a row's codes
   GPU_INLINE Place(int half, int t) : pair_row(half * 64 + t / 32 * 16 + t % 32 / 4 * 2), odd(t / 4 % 2), quarter(t % 4) {}
   // Upper and lower row: of neighbouring pairs one begins with the even row, one with the odd, so that eight threads read all banks.
@@ -204,6 +204,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) matmul_fp4_kernel(const __grid
     Sums<T> acc;
     sum<T>(stages, tile.k_end / kStepK, place, t, acc);
     store_sums<T>(products.result[0], tile, place, acc);
+    __syncwarp();  // the products are of whole warps again
   }
 }
 
