@@ -228,6 +228,20 @@ class Shared {
   T* p_;
 };
 
+// Adds to a word of shared memory, which any threads may do at once; what lay there before.
+GPU_INLINE uint32_t atomic_add(Shared<uint32_t> to, int i, uint32_t v GPU_PLACE_PARAMETER) {
+#if LOCKSTEP_GPU_SIMT
+  simt::shared_atomic(to.data() + i, sizeof(uint32_t), GPU_PLACE);
+  const uint32_t before = to.data()[i];
+  to.data()[i] = before + v;
+  return before;
+#elif LOCKSTEP_GPU_CUDA
+  return atomicAdd(to.data() + i, v);
+#else
+  return __hip_atomic_fetch_add(to.data() + i, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+#endif
+}
+
 // Hands out the launch's shared memory, in the same order in every thread. Its base lies at a multiple of 128 bytes. Offsets from it, not addresses, are
 // rounded: a pointer that was an integer would be of any memory to the compilers, whose accesses to that are slower.
 class SharedMemory {

@@ -60,6 +60,7 @@ struct KeepStack {
 struct Access {
   uint32_t block_epoch = 0, wave_epoch = 0;
   int thread = -1;
+  bool atomic = false;
 };
 struct ByteShadow {
   Access write, read, other_read;  // the last write; the last read, and the last one by a thread other than that
@@ -128,6 +129,7 @@ class Block {
   Wave& wave() { return waves_[static_cast<size_t>(current_->thread.wave)]; }
   char* shared() { return shared_.data() + (128 - reinterpret_cast<uintptr_t>(shared_.data()) % 128) % 128; }
   void touch(const void* p, size_t bytes, bool write, Place place);
+  void touch_atomic(const void* p, size_t bytes, Place place);
   ByteShadow* shadow(const void* p, size_t bytes, Place place, const char* what);
   std::string name(int thread) const { return fmt::format("{} block {}: thread {}", launch_.kernel, block_name_, thread); }
   std::string name() const { return name(current_->thread.id); }
@@ -341,6 +343,22 @@ ByteShadow* Block::shadow(const void* p, size_t bytes, Place place, const char* 
   return shadow_.data() + offset;
 }
 
+// As a write, but for the writes of its kind. A plain write of the same thread still counts for others.
+void Block::touch_atomic(const void* p, size_t bytes, Place place) {
+  ByteShadow* const shadow_bytes = shadow(p, bytes, place, "an atomic operation");
+  if (shadow_bytes == nullptr) return;
+  for (size_t i = 0; i < bytes; ++i) {
+    ByteShadow& s = shadow_bytes[i];
+    const Access before = s.write;
+    const bool own = before.thread == current_->thread.id && before.block_epoch == block_epoch_;
+    if (before.atomic) s.write = {};
+    if (!s.written) report(fmt::format("{}: it adds to shared memory at {} that nothing wrote", name(), str(place)));
+    touch(static_cast<const char*>(p) + i, 1, true, place);
+    if (own && !before.atomic) s.write = before;
+    else s.write.atomic = true;
+  }
+}
+
 void Block::touch(const void* p, size_t bytes, bool write, Place place) {
   ByteShadow* const shadow_bytes = shadow(p, bytes, place, write ? "a write" : "a read");
   if (shadow_bytes == nullptr) return;
@@ -401,6 +419,7 @@ const uint64_t* exchange(const uint64_t* mine, int words, Place place) { return 
 char* shared_base() { return block->shared(); }
 void shared_read(const void* p, size_t bytes, Place place) { block->touch(p, bytes, false, place); }
 void shared_write(void* p, size_t bytes, Place place) { block->touch(p, bytes, true, place); }
+void shared_atomic(void* p, size_t bytes, Place place) { block->touch_atomic(p, bytes, place); }
 
 void copy_async(void* dst, const void* src, size_t bytes, Place place) {
   block->touch(dst, bytes, true, place);

@@ -108,6 +108,8 @@ const uint64_t* exchange(const uint64_t* mine, int words, Place place);
 char* shared_base();
 void shared_read(const void* p, size_t bytes, Place place);
 void shared_write(void* p, size_t bytes, Place place);
+// A read and a write in one, which others of its kind may interleave with.
+void shared_atomic(void* p, size_t bytes, Place place);
 // dst, in shared memory, is written when the copy is waited for; until then it must not be read.
 void copy_async(void* dst, const void* src, size_t bytes, Place place);
 void copy_commit();

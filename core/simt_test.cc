@@ -97,6 +97,34 @@ TEST(SimtFindings, ARace) {
   EXPECT_TRUE(found(f, "race"));
 }
 
+TEST(Simt, AtomicSumsOfAllThreads) {
+  uint32_t sum = 0;
+  launch({.kernel = "count", .block = {kThreads}, .shared_bytes = 128}, [&] {
+    const auto word = gpu::SharedMemory().take<uint32_t>(1);
+    if (gpu::thread_x() == 0) word.store(0, 5);
+    gpu::sync_block();
+    gpu::atomic_add(word, 0, 2);
+    gpu::sync_block();
+    if (gpu::thread_x() == 0) sum = word.load(0);
+  });
+  EXPECT_EQ(sum, 5u + 2 * kThreads);
+}
+
+TEST(SimtFindings, AtomicSumsDoNotOrderOtherAccesses) {
+  for (const bool write_before : {false, true}) {
+    Findings f;
+    launch({.kernel = "count", .block = {kThreads}, .shared_bytes = 128}, [&] {
+      const auto word = gpu::SharedMemory().take<uint32_t>(1);
+      if (gpu::thread_x() == 0) word.store(0, 0);
+      if (!write_before) gpu::sync_block();
+      gpu::atomic_add(word, 0, 1);
+      if (write_before) gpu::sync_block();
+      word.load(0);
+    });
+    EXPECT_TRUE(found(f, "race")) << write_before;
+  }
+}
+
 TEST(SimtFindings, WaveBarriersOrderAWaveAndNoMore) {
   const auto neighbour = [](int threads, bool in_wave) {
     Findings f;

@@ -3,9 +3,9 @@
 // R up to 80.
 //
 // Rows with a filter or a forbidden id: a thread block each. Ids are ordered by one integer that holds both y and the id, so top-k and top-p are a search for
-// the least integer that is kept: digit by digit, by the counts or weights of the ids that share the digits found so far, until one is left. Those ids are put
-// into a list once they are few, so that most digits cost little. What all ids cost are some ten passes over 8 bytes each, from L2: 129,280 of them take a block of
-// 768 threads about 10 us a pass.
+// the least integer that is kept: a histogram of the counts or weights over 1,024 distances from the largest y, then over digits of the few ids that lie where the
+// sum is reached. 129,280 ids cost six passes over 4 or 8 bytes each, from L2 (about 10 us at an SM's 64 bytes a cycle), their exponentials (10 us), and what is kept
+// is added up in a chain for each of 16 lanes: 8,080 steps of 4 cycles if all are.
 
 #include <bit>
 #include <limits>
@@ -38,7 +38,6 @@ GPU_INLINE uint32_t key_of(float y) {
 }
 GPU_INLINE float y_of(uint32_t key) { return std::bit_cast<float>((key >> 31) != 0 ? key ^ 0x80000000u : ~key); }
 // The place of an id among all: y descending, id ascending is this integer descending. 63 bits.
-inline constexpr int kPlaceBits = 63;
 inline constexpr uint32_t kIdMask = 0x7fffffffu;
 GPU_INLINE uint64_t place_of(uint32_t key, int64_t id) { return static_cast<uint64_t>(key) << 31 | (kIdMask - static_cast<uint32_t>(id)); }
 GPU_INLINE int32_t id_of(uint64_t place) { return static_cast<int32_t>(kIdMask - static_cast<uint32_t>(place & kIdMask)); }
@@ -138,238 +137,288 @@ GPU_KERNEL draw_kernel(int32_t* token, float* logprob, const uint64_t* chunk_sum
   logprob[r] = y_of(x[id]) - lse[r];
 }
 
-// N numbers of each thread of the block, reduced; every thread has the results.
-template <int N, typename T, typename Op>
-GPU_INLINE void reduce_block(T (&v)[N], Shared<uint64_t> shared, Op op) {
-  const int waves = block_dim() / kWave;
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    for (int width = kWave / 2; width >= 1; width /= 2) v[i] = op(v[i], shuffle_xor(v[i], width));
-  sync_block();
-  if (lane() == 0)
-    for (int i = 0; i < N; ++i) shared.store(N * wave() + i, v[i]);
-  sync_block();
-  if (thread_x() < N) {
-    auto of_all = static_cast<T>(shared.load(thread_x()));
-    for (int w = 1; w < waves; ++w) of_all = op(of_all, static_cast<T>(shared.load(N * w + thread_x())));
-    shared.store(N * waves + thread_x(), of_all);
-  }
-  sync_block();
-#pragma unroll
-  for (int i = 0; i < N; ++i) v[i] = static_cast<T>(shared.load(N * waves + i));
-}
-GPU_INLINE uint64_t sum_block(uint64_t v, Shared<uint64_t> shared) {
-  uint64_t one[1] = {v};
-  reduce_block(one, shared, [](uint64_t a, uint64_t b) { return a + b; });
-  return one[0];
-}
-// The sum of what threads before this one have.
-GPU_INLINE uint32_t sum_before(uint32_t v, Shared<uint64_t> shared) {
-  uint32_t sum = v;
+// The sum over the threads up to this one, and over all.
+struct Running {
+  uint64_t up_to, total;
+};
+GPU_INLINE Running running_sum(uint64_t v, Shared<uint64_t> words) {
   for (int width = 1; width < kWave; width *= 2) {
-    const uint32_t below = shuffle(sum, lane() >= width ? lane() - width : lane());
-    if (lane() >= width) sum += below;
+    const uint64_t below = shuffle(v, lane() >= width ? lane() - width : lane());
+    if (lane() >= width) v += below;
   }
   sync_block();
-  if (lane() == kWave - 1) shared.store(wave(), sum);
+  if (lane() == kWave - 1) words.store(wave(), v);
   sync_block();
-  uint32_t before = sum - v;
-  for (int w = 0; w < wave(); ++w) before += static_cast<uint32_t>(shared.load(w));
-  sync_block();
-  return before;
+  uint64_t before = 0, total = 0;
+  for (int w = 0; w < block_dim() / kWave; ++w) {
+    const uint64_t of_wave = words.load(w);
+    if (w < wave()) before += of_wave;
+    total += of_wave;
+  }
+  return {before + v, total};
 }
-GPU_INLINE uint64_t max_block(uint64_t v, Shared<uint64_t> shared) {
-  uint64_t one[1] = {v};
-  reduce_block(one, shared, larger);
-  return one[0];
+GPU_INLINE uint64_t max_block(uint64_t v, Shared<uint64_t> words) {
+  for (int width = kWave / 2; width >= 1; width /= 2) v = larger(v, shuffle_xor(v, width));
+  sync_block();
+  if (lane() == 0) words.store(wave(), v);
+  sync_block();
+  for (int w = 0; w < block_dim() / kWave; ++w) v = larger(v, words.load(w));
+  return v;
 }
 
-inline constexpr int kDigitBits = 3, kDigits = 1 << kDigitBits;
-static_assert(kPlaceBits % kDigitBits == 0);
+// visit(load(i), i, whether i < n) for i = first, first + step, ...: as often in threads whose first / step is the same, so that visit may be of the whole wave.
+// Several loads are on their way at once.
+template <typename Load, typename Visit>
+GPU_INLINE void each_ahead(int64_t first, int64_t n, int step, const Load& load, const Visit& visit) {
+  constexpr int kAhead = 4;
+  const int64_t lowest = first / step * step;
+  for (int64_t begin = lowest; begin < n; begin += kAhead * step) {
+    decltype(load(begin)) loaded[kAhead];
+    const int64_t mine = begin + (first - lowest);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) loaded[k] = load(mine + k * step < n ? mine + k * step : n - 1);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k)
+      if (begin + k * step < n) visit(loaded[k], mine + k * step, mine + k * step < n);
+  }
+}
+
+struct alignas(8) Entry {
+  uint32_t key;
+  float e;
+};
+
+inline constexpr int kFilterThreadsMax = 1024, kBins = 1024;
+inline constexpr int kBinsANat = 32;  // of the first histogram: all ids of weight lie in 28 nats
+inline constexpr int kStaged = 4096;  // numbers that wait for their turn in a chain, twice
+// Words of 8 bytes, even numbers of them: each array begins at 16 bytes.
+inline constexpr int kWaveWords = kFilterThreadsMax / 32 + 2;
+inline constexpr size_t kFilterShared = 2 * kBins * sizeof(uint32_t) + (3 * kWaveWords + 4) * sizeof(uint64_t) + 2 * kStaged * sizeof(float);
 
 // A row's scratch, V elements each, and its thread block's.
 struct FilterRow {
-  uint32_t* key;
-  float* e;
-  int32_t* ids;  // the kept, ascending
+  Entry* entries;
+  int32_t* ids;
   int64_t vocab;
-  Shared<uint64_t> shared;
+  float max;
+  Shared<uint32_t> low, high;  // a histogram's sums
+  Shared<uint64_t> words;      // of waves
+  Shared<uint64_t> found;      // a bin, and what lies above it
+  Shared<uint32_t> listed;
+
+  GPU_INLINE void clear() const {
+    sync_block();
+    for (int i = thread_x(); i < kBins; i += block_dim()) low.store(i, 0), high.store(i, 0);
+    if (thread_x() == 0) found.store(0, kBins);
+    sync_block();
+  }
+  // 64-bit sums by additions of 32, which GPUs have in shared memory: whoever overflows the low half carries.
+  GPU_INLINE void add(int bin, uint64_t v) const {
+    const auto v_low = static_cast<uint32_t>(v), was = atomic_add(low, bin, v_low);
+    const uint32_t v_high = static_cast<uint32_t>(v >> 32) + (was + v_low < was ? 1 : 0);
+    if (v_high != 0) atomic_add(high, bin, v_high);
+  }
 };
 
-// The largest place `least` such that the ids from it on satisfy reached(their weight, their number). Those from `floor` on do, and no others count.
-template <bool kWeights, typename Reached>
-GPU_INLINE uint64_t search(const FilterRow& s, uint64_t floor, Reached reached) {
-  const auto plus = [](auto a, auto b) { return a + b; };
-  uint64_t found = 0, weight = 0;  // weight and count: of what lies above the digits found
-  uint32_t count = 0;
-  const int32_t* list = nullptr;  // the ids that share them, or all
-  int64_t listed = s.vocab;
-  for (int shift = kPlaceBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
-    const auto each = [&](const auto& f) {  // of the ids that share the digits found: f(id, place)
-#pragma unroll 2
-      for (int64_t i = thread_x(); i < listed; i += block_dim()) {
-        const int32_t v = list == nullptr ? static_cast<int32_t>(i) : list[i];
-        const uint32_t key = s.key[v];
-        const uint64_t place = place_of(key, v);
-        if (key != 0 && place >= floor && place >> (shift + kDigitBits) == found >> (shift + kDigitBits)) f(v, place);
-      }
-    };
-    const auto digit_of = [&](uint64_t place) { return static_cast<int>(place >> shift) & (kDigits - 1); };
-    uint32_t counts[kDigits] = {};
-    uint64_t weights[kDigits] = {};
-    each([&](int32_t v, uint64_t place) {
-      const int digit = digit_of(place);
-      const uint64_t w = kWeights ? sample_weight(s.e[v]) : 0;
-#pragma unroll
-      for (int d = 0; d < kDigits; ++d) {
-        counts[d] += d == digit ? 1 : 0;
-        if (kWeights) weights[d] += d == digit ? w : 0;
-      }
-    });
-    reduce_block(counts, s.shared, plus);
-    if (kWeights) reduce_block(weights, s.shared, plus);
-    uint32_t inside = 0;
-    int chosen = 0;
-    bool done = false;
-#pragma unroll
-    for (int d = kDigits - 1; d >= 0; --d) {
-      if (done) continue;
-      if (d == 0 || reached(weight + weights[d], count + counts[d])) {
-        chosen = d, inside = counts[d];
-        done = true;
-      } else {
-        weight += weights[d];
-        count += counts[d];
-      }
-    }
-    if (inside == 1) {
-      uint64_t only = 0;
-      each([&](int32_t, uint64_t place) {
-        if (digit_of(place) == chosen) only = place;
-      });
-      return max_block(only, s.shared);
-    }
-    if (int64_t{inside} * 8 <= listed) {  // into the other half of the room
-      int32_t* const to = list == s.ids ? s.ids + s.vocab / 2 : s.ids;
-      uint32_t mine = 0;
-      each([&](int32_t, uint64_t place) { mine += digit_of(place) == chosen ? 1 : 0; });
-      uint32_t at = sum_before(mine, s.shared);
-      each([&](int32_t v, uint64_t place) {
-        if (digit_of(place) == chosen) to[at++] = v;
-      });
-      sync_block();
-      list = to, listed = inside;
-    }
-    found |= static_cast<uint64_t>(chosen) << shift;
+struct Bin {
+  int bin;  // kBins: none
+  uint64_t above, total;
+};
+// The highest bin such that reached(above + the sum of those from it on, the sum of all) says yes; with what lies above that bin.
+template <typename Reached>
+GPU_INLINE Bin find_bin(const FilterRow& s, uint64_t above, const Reached& reached) {
+  const int each = kBins / block_dim(), highest = kBins - 1 - thread_x() * each;
+  const auto sum_of = [&](int bin) { return static_cast<uint64_t>(s.high.load(bin)) << 32 | s.low.load(bin); };
+  sync_block();
+  uint64_t own = 0;
+  for (int k = 0; k < each; ++k) own += sum_of(highest - k);
+  const Running sums = running_sum(own, s.words);
+  uint64_t sum = above + sums.up_to - own;
+  for (int k = 0; k < each; ++k) {
+    const uint64_t with = sum + sum_of(highest - k);
+    if (with != sum && reached(with, sums.total) && (sum == 0 || !reached(sum, sums.total))) s.found.store(0, static_cast<uint64_t>(highest - k)), s.found.store(1, sum);
+    sum = with;
   }
-  return found;
+  sync_block();
+  const auto bin = static_cast<int>(s.found.load(0));
+  return {bin, bin < kBins ? s.found.load(1) : 0, sums.total};
 }
 
-inline constexpr int kFilterThreadsMax = 768, kStaged = 2048;  // kStaged: numbers that wait for their turn in a chain
-// Words of 8 bytes, even numbers of them: each array begins at 16 bytes.
-inline constexpr int kReduceWords = kDigits * (kFilterThreadsMax / 32 + 1), kGroupWords = kFilterThreadsMax / kTreeLanes + 2;
-inline constexpr size_t kFilterShared = (kReduceWords + 2 * kGroupWords) * sizeof(uint64_t) + kStaged * sizeof(float);
+// The largest place such that the values of the ids from it on satisfy reached(their sum, the sum of all), which no sum of 0 does; 0 if all values are 0. Ids
+// below the place `floor` do not count. First a histogram by the distance of y from its maximum; then the ids of the bin where it happens are listed and searched
+// by digits of their places.
+template <typename Value, typename Reached>
+GPU_INLINE uint64_t search(const FilterRow& s, uint64_t floor, const Value& value, const Reached& reached) {
+  const auto bin_of = [&](uint32_t key) {
+    const float below = (s.max - y_of(key)) * kBinsANat;
+    return kBins - 1 - (below < kBins - 1 ? static_cast<int>(below) : kBins - 1);
+  };
+  const auto value_of = [&](Entry e, int64_t v) { return e.key != 0 && place_of(e.key, v) >= floor ? value(e) : uint64_t{0}; };
+  const auto load = [&](int64_t v) { return s.entries[v]; };
+  s.clear();
+  each_ahead(thread_x(), s.vocab, block_dim(), load, [&](Entry e, int64_t v, bool inside) {
+    const uint64_t of_id = inside ? value_of(e, v) : 0;
+    if (of_id != 0) s.add(bin_of(e.key), of_id);
+  });
+  Bin at = find_bin(s, 0, reached);
+  if (at.bin == kBins) return 0;
+  const uint64_t total = at.total;
+  if (thread_x() == 0) s.listed.store(0, 0);
+  sync_block();
+  each_ahead(thread_x(), s.vocab, block_dim(), load, [&](Entry e, int64_t v, bool inside) {
+    const bool mine = inside && bin_of(e.key) == at.bin && value_of(e, v) != 0;
+    const uint64_t all = ballot(mine);
+    if (all == 0) return;
+    const uint32_t to = shuffle(lane() == 0 ? atomic_add(s.listed, 0, static_cast<uint32_t>(count_bits(all))) : 0u, 0);
+    if (mine) s.ids[to + static_cast<uint32_t>(count_bits(all & ((uint64_t{1} << lane()) - 1)))] = static_cast<int32_t>(v);
+  });
+  sync_block();
+  const int64_t listed = s.listed.load(0);
+  uint64_t from = 0, to = ~uint64_t{0};  // places that are left
+  const auto each_listed = [&](const auto& f) {
+    for (int64_t i = thread_x(); i < listed; i += block_dim()) {
+      const int32_t v = s.ids[i];
+      const Entry e = s.entries[v];
+      const uint64_t place = place_of(e.key, v);
+      if (place >= from && place <= to) f(e, place);
+    }
+  };
+  for (;;) {
+    uint64_t highest = 0, not_lowest = 0;
+    each_listed([&](Entry, uint64_t place) { highest = larger(highest, place), not_lowest = larger(not_lowest, ~place); });
+    highest = max_block(highest, s.words);
+    const uint64_t lowest = ~max_block(not_lowest, s.words);
+    if (highest == lowest) return lowest;
+    int shift = 0;
+    while ((highest ^ lowest) >> shift >= kBins) ++shift;
+    s.clear();
+    each_listed([&](Entry e, uint64_t place) { s.add(static_cast<int>(place >> shift) & (kBins - 1), value(e)); });
+    at = find_bin(s, at.above, [&](uint64_t sum, uint64_t) { return reached(sum, total); });
+    from = ((highest >> shift & ~uint64_t{kBins - 1}) | static_cast<uint64_t>(at.bin)) << shift;
+    to = from + ((uint64_t{1} << shift) - 1);
+  }
+}
 
 // A thread block a row from `first_row` on; those without a filter have nothing to do.
 GPU_KERNEL GPU_BOUNDS(kFilterThreadsMax)
-filter_kernel(int32_t* token, float* logprob, int64_t first_row, const Row* params, const float* logits, int64_t stride, uint32_t* keys, float* es,
-              int32_t* ids, int64_t vocab) {
+filter_kernel(int32_t* token, float* logprob, int64_t first_row, const Row* params, const float* logits, int64_t stride, Entry* entries, int32_t* ids,
+              int64_t vocab) {
   const int64_t r = first_row + block_x();
   const Row p = params[r];
   if (p.filtered == 0) return;
   SharedMemory memory;
-  const FilterRow s = {keys + block_x() * vocab, es + block_x() * vocab, ids + block_x() * vocab, vocab, memory.take<uint64_t>(kReduceWords)};
-  const auto starts = memory.take<uint64_t>(kGroupWords), before = memory.take<uint64_t>(kGroupWords);
-  const auto staged = memory.take<float>(kStaged);
+  const auto low = memory.take<uint32_t>(kBins), high = memory.take<uint32_t>(kBins);
+  const auto words = memory.take<uint64_t>(kWaveWords), starts = memory.take<uint64_t>(kWaveWords), before = memory.take<uint64_t>(kWaveWords);
+  const auto found = memory.take<uint64_t>(2);
+  const auto listed = memory.take<uint32_t>(4);
+  const auto staged = memory.take<float>(2 * kStaged);
   const float* const x = logits + r * stride;
+  const Cooled y_of_logit = {p.temperature};
 
+  // A temperature keeps the order of logits, so their largest gives that of y; where it makes two equal, the row draws and needs no first among them.
   uint64_t top = 0;
-  for (int64_t v = thread_x(); v < vocab; v += block_dim()) {
-    s.key[v] = v == p.forbid ? 0 : key_of(x[v] / p.temperature);
-    if (s.key[v] != 0) top = larger(top, place_of(s.key[v], v));
-  }
-  top = max_block(top, s.shared);
-  const float max = y_of(static_cast<uint32_t>(top >> 31));
-  for (int64_t v = thread_x(); v < vocab; v += block_dim()) s.e[v] = exp_f32(x[v] / p.temperature - max);
+  each_ahead(thread_x(), vocab, block_dim(), [&](int64_t v) { return x[v]; }, [&](float logit, int64_t v, bool inside) {
+    if (inside && v != p.forbid) top = larger(top, place_of(key_of(logit), v));
+  });
+  top = max_block(top, words);
+  const float max = y_of_logit(y_of(static_cast<uint32_t>(top >> 31)));
+  const FilterRow s = {entries + block_x() * vocab, ids + block_x() * vocab, vocab, max, low, high, words, found, listed};
+  each_ahead(thread_x(), vocab, block_dim(), [&](int64_t v) { return x[v]; }, [&](float logit, int64_t v, bool inside) {
+    const float y = y_of_logit(logit);
+    if (inside) s.entries[v] = {v == p.forbid ? 0 : key_of(y), exp_f32(y - max)};
+  });
   sync_block();
 
   const uint64_t n = static_cast<uint64_t>(vocab) - (p.forbid >= 0 ? 1 : 0);
   uint64_t least = 1;  // the kept have this place or a larger one
   if (p.greedy == 0 && p.top_k > 0 && static_cast<uint64_t>(p.top_k) < n)
-    least = search<false>(s, least, [&](uint64_t, uint64_t count) { return count >= static_cast<uint64_t>(p.top_k); });
+    least = search(s, least, [](Entry) { return uint64_t{1}; }, [k = static_cast<uint64_t>(p.top_k)](uint64_t count, uint64_t) { return count >= k; });
   if (p.greedy == 0 && p.top_p < 1.0f) {
-    uint64_t total = 0;
-    for (int64_t v = thread_x(); v < vocab; v += block_dim())
-      if (s.key[v] != 0 && place_of(s.key[v], v) >= least) total += sample_weight(s.e[v]);
-    total = sum_block(total, s.shared);
-    const double wanted = static_cast<double>(p.top_p) * static_cast<double>(total);
-    least = search<true>(s, least, [&](uint64_t weight, uint64_t count) { return count > 0 && static_cast<double>(weight) >= wanted; });
+    const uint64_t place = search(s, least, [](Entry e) { return sample_weight(e.e); }, [share = static_cast<double>(p.top_p)](uint64_t weight, uint64_t total) {
+      return static_cast<double>(weight) >= share * static_cast<double>(total);
+    });
+    uint64_t first = 0;  // if nothing has weight
+    for (int64_t v = thread_x(); place == 0 && v < vocab; v += block_dim())
+      if (s.entries[v].key != 0) first = larger(first, place_of(s.entries[v].key, v));
+    least = place != 0 ? place : max_block(first, words);
   }
   const bool by_min_p = p.greedy == 0 && p.min_p > 0.0f;
-  const auto kept = [&](int64_t v) { return s.key[v] != 0 && place_of(s.key[v], v) >= least && (!by_min_p || s.e[v] >= p.min_p); };
+  const auto kept = [&](Entry e, int64_t v) { return e.key != 0 && place_of(e.key, v) >= least && (!by_min_p || e.e >= p.min_p); };
 
-  // The kept ids in ascending order: 16 threads take a piece of the vocabulary, first to count, then to write behind those before it.
-  const int group = thread_x() / kTreeLanes, groups = block_dim() / kTreeLanes;
-  const int64_t piece = (vocab + groups - 1) / groups, begin = group * piece, end = begin + piece < vocab ? begin + piece : vocab;
+  // The kept ids' exponentials in ascending order of id: a wave takes a piece of the vocabulary, first to count, then to write behind those before it.
+  const auto load = [&](int64_t v) { return s.entries[v]; };
+  const int waves = block_dim() / kWave;
+  const int64_t piece = (blocks_for(vocab, waves) + kWave - 1) / kWave * kWave;
+  const int64_t begin = wave() * piece, end = begin + piece < vocab ? begin + piece : vocab;
   uint64_t count = 0, weight = 0;
-  for (int64_t v = begin + row_lane(); v < end; v += kTreeLanes)
-    if (kept(v)) ++count, weight += sample_weight(s.e[v]);
-  for (int width = kTreeLanes / 2; width >= 1; width /= 2) count += shuffle_xor(count, width), weight += shuffle_xor(weight, width);
-  if (row_lane() == 0) starts.store(group + 1, count), before.store(group + 1, weight);
+  each_ahead(begin + lane(), end, kWave, load, [&](Entry e, int64_t v, bool inside) {
+    if (inside && kept(e, v)) ++count, weight += sample_weight(e.e);
+  });
+  for (int width = kWave / 2; width >= 1; width /= 2) count += shuffle_xor(count, width), weight += shuffle_xor(weight, width);
+  if (lane() == 0) starts.store(wave() + 1, count), before.store(wave() + 1, weight);
   sync_block();
   if (thread_x() == 0) {
     starts.store(0, 0), before.store(0, 0);
-    for (int g = 0; g < groups; ++g) starts.store(g + 1, starts.load(g) + starts.load(g + 1)), before.store(g + 1, before.load(g) + before.load(g + 1));
+    for (int w = 0; w < waves; ++w) starts.store(w + 1, starts.load(w) + starts.load(w + 1)), before.store(w + 1, before.load(w) + before.load(w + 1));
   }
   sync_block();
-  auto at = static_cast<int64_t>(starts.load(group));
-  for (int64_t first = 0; first < piece; first += kTreeLanes) {
-    const int64_t v = begin + first + row_lane();
-    const bool keep = v < end && kept(v);
-    const uint32_t mine = static_cast<uint32_t>(ballot(keep) >> (lane() / kTreeLanes * kTreeLanes)) & 0xffffu;
-    if (keep) s.ids[at + count_bits(mine & ((1u << row_lane()) - 1u))] = static_cast<int32_t>(v);
-    at += count_bits(mine);
-  }
-  auto number = static_cast<int64_t>(starts.load(groups));
-  if (number == 0) {  // all are NaN: min-p keeps the lowest id
-    uint64_t lowest = 0;
-    for (int64_t v = thread_x(); v < vocab; v += block_dim())
-      if (s.key[v] != 0 && place_of(s.key[v], v) >= least) lowest = larger(lowest, kIdMask - static_cast<uint32_t>(v));
-    lowest = max_block(lowest, s.shared);
-    if (thread_x() == 0) s.ids[0] = id_of(lowest);
-    number = 1;
+  auto* const kept_e = reinterpret_cast<float*>(s.ids);
+  auto at = static_cast<int64_t>(starts.load(wave()));
+  each_ahead(begin + lane(), end, kWave, load, [&](Entry e, int64_t v, bool inside) {
+    const bool keep = inside && kept(e, v);
+    const uint64_t all = ballot(keep);
+    if (keep) kept_e[at + count_bits(all & ((uint64_t{1} << lane()) - 1))] = e.e;
+    at += count_bits(all);
+  });
+  auto number = static_cast<int64_t>(starts.load(waves));
+  int64_t id = id_of(top);
+  if (p.greedy == 0 && before.load(waves) == 0) {  // nothing has weight: the last of the kept; of none, which are NaN all, min-p keeps the lowest id
+    uint64_t chosen = 0;
+    for (int64_t v = thread_x(); v < vocab; v += block_dim()) {
+      const Entry e = s.entries[v];
+      if (number > 0 ? kept(e, v) : e.key != 0 && place_of(e.key, v) >= least) chosen = larger(chosen, number > 0 ? static_cast<uint64_t>(v) : kIdMask - static_cast<uint64_t>(v));
+    }
+    chosen = max_block(chosen, words);
+    id = number > 0 ? static_cast<int64_t>(chosen) : id_of(chosen);
+    if (number == 0 && thread_x() == 0) kept_e[0] = s.entries[id].e;
+    number = number > 0 ? number : 1;
   }
   sync_block();
 
-  // The tree over the kept ids: all threads bring what its lanes, in the first wave, add up.
-  const auto e = [&](int64_t i) { return s.e[s.ids[i]]; };
+  // The tree over them: the lanes of the first wave add up what the others bring.
   float sum = 0;
-  for (int64_t first = 0; first < number; first += kStaged) {
-    const int count = number - first < kStaged ? static_cast<int>(number - first) : kStaged;
-    for (int i = thread_x(); i < count; i += block_dim()) staged.store(i, e(first + i));
-    sync_block();
-    if (wave() == 0)
-      in_order((count - row_lane() + kTreeLanes - 1) / kTreeLanes, [&](int i) { return staged.load(row_lane() + i * kTreeLanes); }, [&](float v) { sum = sum + v; });
+  for (int64_t first = 0; first < number + kStaged; first += kStaged) {
+    const auto here = staged.from(first / kStaged % 2 * kStaged), last = staged.from((first / kStaged + 1) % 2 * kStaged);
+    if (wave() > 0) {
+      const int64_t many = number - first < kStaged ? number - first : kStaged;
+      if (many > 0)
+        each_ahead(thread_x() - kWave, many, block_dim() - kWave, [&](int64_t i) { return kept_e[first + i]; }, [&](float e, int64_t i, bool inside) {
+          if (inside) here.store(static_cast<int>(i), e);
+        });
+    } else if (first > 0) {
+      const int64_t left = number - (first - kStaged);
+      const int many = left < kStaged ? static_cast<int>(left) : kStaged;
+      in_order((many - row_lane() + kTreeLanes - 1) / kTreeLanes, [&](int i) { return last.load(row_lane() + i * kTreeLanes); }, [&](float e) { sum = sum + e; });
+    }
     sync_block();
   }
   if (wave() != 0) return;
   sum = fold_row(sum);
-  int64_t id = 0;
-  if (p.greedy != 0) {
-    id = id_of(top);
-  } else {
-    const double threshold = static_cast<double>(p.u) * static_cast<double>(before.load(groups));
-    int g = 0;
-    while (g + 1 < groups && !(static_cast<double>(before.load(g + 1)) > threshold)) ++g;
-    const auto first = static_cast<int64_t>(starts.load(g)), last = static_cast<int64_t>(starts.load(g + 1));
-    int64_t drawn = number - 1;  // nothing has weight
-    if (before.load(groups) > 0) drawn = first + draw(before.load(g), threshold, last - first, [&](int64_t i) { return e(first + i); },
-                                                            [](float v) { return sample_weight(v); });
-    id = s.ids[drawn];
+  if (p.greedy == 0 && before.load(waves) > 0) {
+    const double threshold = static_cast<double>(p.u) * static_cast<double>(before.load(waves));
+    int w = 0;
+    while (w + 1 < waves && !(static_cast<double>(before.load(w + 1)) > threshold)) ++w;
+    struct Candidate {
+      Entry entry;
+      int32_t v;
+    };
+    const int64_t first = w * piece, many = (first + piece < vocab ? first + piece : vocab) - first;
+    id = first + draw(before.load(w), threshold, many, [&](int64_t i) { return Candidate{s.entries[first + i], static_cast<int32_t>(first + i)}; },
+                      [&](const Candidate& c) { return kept(c.entry, c.v) ? sample_weight(c.entry.e) : 0; });
   }
   if (thread_x() != 0) return;
   token[r] = static_cast<int32_t>(id);
-  logprob[r] = x[id] / p.temperature - (max + log_f32(sum));
+  logprob[r] = y_of_logit(x[id]) - (max + log_f32(sum));
 }
 
 }  // namespace
@@ -411,13 +460,12 @@ void sample(Context& c, TensorView token, TensorView logprob, ConstTensorView lo
   if (filters == SampleFilters::none) return;
   constexpr int64_t kRowsAtOnce = 128;
   const int64_t scratch_rows = std::min(rows, kRowsAtOnce);
-  const auto keys = static_cast<uint32_t*>(c.workspace->tensor(DType::i32, {scratch_rows, vocab}, "sample order").data);
-  float* const es = c.workspace->tensor(DType::f32, {scratch_rows, vocab}, "sample weights").ptr<float>();
+  const auto entries = static_cast<Entry*>(c.workspace->allocate(static_cast<size_t>(scratch_rows * vocab) * sizeof(Entry), "sample weights"));
   int32_t* const ids = c.workspace->tensor(DType::i32, {scratch_rows, vocab}, "sample ids").ptr<int32_t>();
   const int threads = vocab < 8192 ? 128 : kFilterThreadsMax;
   for (int64_t first = 0; first < rows; first += kRowsAtOnce)
     launch(c, "sample_filter", {.blocks = std::min(kRowsAtOnce, rows - first), .threads = threads, .shared_bytes = kFilterShared}, filter_kernel, tokens, logprobs,
-           first, params, logits.ptr<float>(), logits.row_stride, keys, es, ids, vocab);
+           first, params, logits.ptr<float>(), logits.row_stride, entries, ids, vocab);
 }
 
 }  // namespace lockstep::device

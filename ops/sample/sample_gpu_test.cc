@@ -93,6 +93,11 @@ TEST(SampleGpu, FiltersALongVocabulary) {
   const Tensor logits = random_tensor(3, DType::f32, {2, vocab}, 6.0f);
   const TensorView glogits = gpu.put(logits);
   compare(cpu, gpu, logits, glogits, {{.top_p = 0.9f, .top_k = 300, .seed = 1}, {.min_p = 0.01f, .forbid = 17, .seed = 2}}, "long");
+  for (const float scale : {0.0f, 0.01f, 1.0f, 6.0f}) {  // all equal, all in one bin of the first histogram, most of them kept, few
+    const Tensor scaled = random_tensor(4, DType::f32, {3, vocab}, scale);
+    compare(cpu, gpu, scaled, gpu.put(scaled), {{.top_p = 0.95f, .seed = 3}, {.temperature = 0.6f, .top_p = 0.95f, .top_k = 5000, .seed = 4}, {.top_p = 0.3f, .min_p = 0.2f, .forbid = 3, .seed = 5}},
+            "long, of scale " + std::to_string(scale));
+  }
 }
 
 TEST(SampleGpu, BadLogitsGiveAValidId) {
