@@ -12,8 +12,8 @@
 //   X, Xout [T, n, D], h, u, y [T, D]    f32 | bf16 (one dtype)
 //   raw [T, (2+n)n] f32 = fn x, inv_rms [T] f32 = rho, norm_inv [T] f32: read by the backward (head: raw [T, n])
 //   pre, post [T, n], comb [T, n*n] f32;  fn [(2+n)n, nD] f32, base [(2+n)n], scale [3] f32 (head: [n, nD], [n], [1])
-// Numerics: all f32. fn x by matmul's chains with k_segment = kHyperSegment; mean by the 16-lane tree; logits by fma(mu, scale,
-//   base); Sinkhorn sums left to right, per token, and divides a line by one reciprocal of its sum; h and hyper_post: acc = pre_0 *
+// Numerics: all f32. fn x by matmul's chains with k_segment = kHyperSegment; the mean's squares by the 16-lane tree in each of those
+//   segments, whose sums are added in order from zero; logits by fma(mu, scale, base); Sinkhorn sums left to right, per token, and divides a line by one reciprocal of its sum; h and hyper_post: acc = pre_0 *
 //   X_0 (resp. post_k * y), then fma over j ascending; one rounding; u from h as rounded. Row contract holds for every output, and
 //   for dX, dy, dpost and dcomb.
 // Backward, in this order around the branch's and rmsnorm's own:
@@ -22,7 +22,7 @@
 //     the chain over fn's rows; dX may not be dXout. d(post), d(comb) are f32 of the shapes above, dh, dy [T, D] f32. Parameter
 //     gradients are summed over tokens in ascending order. Formulas: V4 spec 6.4. The Sinkhorn iterates are recomputed, not
 //     stored; dots over D by the 16-lane tree.
-// Scratch: hyper_feed on a GPU takes the segments' sums, T * (2+n)n * ceil(nD / kHyperSegment) f32; hyper_feed_backward takes
+// Scratch: hyper_feed on a GPU takes the segments' sums, T * ((2+n)n + 1) * ceil(nD / kHyperSegment) f32; hyper_feed_backward takes
 //   T*((2+n)n + n) f32 and, a thread, the iterates of 16 tokens (50 KiB at n = 4, 20 iterations; on a GPU those of all tokens).
 // Source: V4 spec 2.2, 2.9; arXiv 2512.24880 (mHC).
 
@@ -32,7 +32,7 @@
 namespace lockstep {
 
 inline constexpr int64_t kHyperMaxStreams = 8;
-// Columns of fn that are one chain of fn x. On a GPU all segments run side by side, each at the latency of its chain, 0.6 us.
+// Columns of fn that are one chain of fn x, and one tree of squares. On a GPU all segments run side by side, each at the latency of its chain, 0.6 us.
 inline constexpr int64_t kHyperSegment = 256;
 
 struct HyperShape {

@@ -86,8 +86,12 @@ void compute_logits(float* z, int64_t n, int64_t t, ConstTensorView raw, float i
 
 template <typename T>
 float inverse_rms(const T* x, int64_t n, float eps) {
-  const auto element = [&](int64_t i) { return to_f32(x[i]); };
-  return 1.0f / std::sqrt(tree_dot(n, element, element) / static_cast<float>(n) + eps);
+  float squares = 0;
+  for (int64_t begin = 0; begin < n; begin += kHyperSegment) {
+    const auto element = [&](int64_t i) { return to_f32(x[begin + i]); };
+    squares = squares + tree_dot(std::min(kHyperSegment, n - begin), element, element);
+  }
+  return 1.0f / std::sqrt(squares / static_cast<float>(n) + eps);
 }
 
 template <typename T>

@@ -160,7 +160,9 @@ void InverseRms(TensorView inv_rms, ConstTensorView x, float eps) {
   for (int64_t t0 = 0; t0 < x.rows(); t0 += kRowStep) {
     const int64_t count = std::min(kRowStep, x.rows() - t0);
     HWY_ALIGN float sum[kF32Lanes] = {};
-    for (int64_t k = 0; k < count; ++k) sum[k] = TreeSumSquares(from + (t0 + k) * x.row_stride, n);
+    for (int64_t k = 0; k < count; ++k)
+      for (int64_t begin = 0; begin < n; begin += kHyperSegment)
+        sum[k] += TreeSumSquares(from + (t0 + k) * x.row_stride + begin, std::min(kHyperSegment, n - begin));
     const F32Vec mean = hn::Div(hn::Load(d, sum), hn::Set(d, static_cast<float>(n)));
     hn::Store(hn::Div(hn::Set(d, 1.0f), hn::Sqrt(hn::Add(mean, hn::Set(d, eps)))), d, sum);
     for (int64_t k = 0; k < count; ++k) out[t0 + k] = sum[k];

@@ -476,6 +476,20 @@ TEST(Hyperconn, FeedIsItsParts) {
             raw.set(t * s.logits() + r, sum);
           }
         reference::hyper_coefficients(c, pre, of_site(post), of_site(comb), inv, raw, s.x, s.weights(), s.shape);
+        for (int64_t t = 0; t < rows; ++t) {  // squares of a segment: sixteen chains that fold by halves
+          float squares = 0;
+          for (int64_t begin = 0; begin < elements; begin += kHyperSegment) {
+            float lane[16] = {};
+            for (int64_t i = begin; i < std::min(elements, begin + kHyperSegment); ++i) {
+              const float v = static_cast<float>(s.x.get(t * elements + i));
+              lane[(i - begin) % 16] = std::fmaf(v, v, lane[(i - begin) % 16]);
+            }
+            for (int width = 8; width >= 1; width /= 2)
+              for (int l = 0; l < width; ++l) lane[l] += lane[l + width];
+            squares += lane[0];
+          }
+          EXPECT_EQ(inv.get(t), 1.0f / std::sqrt(squares / static_cast<float>(elements) + s.shape.norm_eps));
+        }
         Tensor h(dtype, {rows, k.width}), u(dtype, {rows, k.width}), norm_inv(DType::f32, {rows});
         reference::hyper_pre(c, h, s.x, pre);
         rmsnorm(c, u, norm_inv, h, m.norm, s.shape.norm_eps);

@@ -73,9 +73,9 @@ constexpr int64_t kThinRows = 32;
 
 bool supports(ConstTensorView x, const WeightView& w);
 void matmul(Context& c, TensorView y, ConstTensorView x, ConstTensorView w);
-// The sums [M, ceil(K / k_segment), N] f32 of the segments, for ops that add them up themselves, and squares [M] f32, of x's rows by the 16-lane tree. k_segment is
-// a multiple of 16.
-void segment_sums(Context& c, TensorView sums, TensorView squares, ConstTensorView x, ConstTensorView w, int64_t k_segment);
+// The sums [M, ceil(K / k_segment), N + 1] f32 of the segments, for ops that add them up themselves, and behind each segment's N that of the squares of x, by the
+// 16-lane tree. k_segment is a multiple of 16.
+void segment_sums(Context& c, TensorView sums, ConstTensorView x, ConstTensorView w, int64_t k_segment);
 bool supports_weight_gradient(ConstTensorView dw, ConstTensorView dy, ConstTensorView x);
 void matmul_backward_weight(Context& c, TensorView dw_accum, ConstTensorView dy, ConstTensorView x);
 

@@ -4,16 +4,14 @@
 // Both operands come through shared memory by copies in the background, several stages ahead, as they are; bf16 is widened on its way to registers.
 //   forward          a block has one segment of some rows and all of 24 columns. A few rows wait for their chains, so a thread has three, and more blocks than
 //                    multiprocessors have the segments; many rows share what they load, a thread having 4 x 6 chains.
-//   squares          of x's rows, for who wants their sums with the product: blocks of the same launch, the first to start, 16 threads a row.
 //   weight gradient  a thread has 6 rows x 2 columns, a block 24 x 64, so that 8192 columns are about one block a multiprocessor and one wave a scheduler.
 //
-// Floors for N = 24, K = 8192: a chain of 256 links x 4 cycles, 0.6 us (of all of K, 19 us; so too the weight gradient's, over 8192 rows), 1.2 us of the squares,
-// K / 16 links; 8192 rows take 1.6 G
+// Floors for N = 24, K = 8192: a chain of 256 links x 4 cycles, 0.6 us (of all of K, 19 us; so too the weight gradient's, over 8192 rows); 8192 rows take 1.6 G
 // multiply-adds, 54 us, and the bytes of x / 4 TB/s, 34 us.
 
-#include "ops/chain_gpu.h"
+#include "core/gpu.h"
+#include "ops/fixed_math.h"
 #include "ops/matmul/matmul_cpu.h"
-#include "ops/row_gpu.h"
 
 namespace lockstep::device::thin {
 
@@ -38,8 +36,7 @@ GPU_INLINE void load_widened(float (&to)[Count], Shared<T> from, int at) {
 struct Forward {
   const void* x;
   const float* w;
-  void* y;         // of segment s at s * y_segment
-  float* squares;  // sums of squares of x's rows, null: not wanted
+  void* y;  // of segment s at s * y_segment
   int64_t x_stride, w_stride, y_stride, y_segment;
   int rows, cols, chain, segment, segments;
   bool y_is_f32;
@@ -65,60 +62,40 @@ using Many = ForwardTile<4, 6, 32, 4, 32, 3, 8, false>;
 constexpr int64_t kManyRows = 256;  // from here on blocks of Many are enough
 constexpr int kWholeLinks = 16;     // chains and segments are multiples of it
 
-// Blocks for the squares of a tile's rows: one thread each of the tree's lanes. Their shared memory is the tile's.
-constexpr int kSquareStages = 4;
-template <typename T>
-constexpr int kSquareRows = T::kThreads / kTreeLanes;
-template <typename T>
-constexpr int kSquareSlices = T::kM / kSquareRows<T>;
-// Links of a stage: what fits, a power of two; and a line, whose last lanes are padding that puts the rows of a wave into different banks.
+// Squares of the same x, while it is at hand: a group of eight elements is half of the tree's lanes, its even and odd groups are the two halves, and each of the
+// threads along the columns has an eighth or a quarter of them.
 template <typename T, typename X>
-constexpr int square_step() {
-  int step = kTreeLanes;
-  while (sizeof(X) * kSquareStages * kSquareRows<T> * (2 * step + kTreeLanes) <= T::template kSharedBytes<X>) step *= 2;
-  return step;
-}
-
-template <typename T, typename X>
-GPU_INLINE void sum_squares(const Forward& p) {
-  constexpr int kRows = kSquareRows<T>, kStep = square_step<T, X>(), kLine = kStep + kTreeLanes, kWords = kChunkBytes / static_cast<int>(sizeof(X));
-  static_assert(kStep >= kTreeLanes * kWords);
-  const int tree = thread_x() / kTreeLanes, row = block_x() * T::kM + block_y() * kRows + tree;
-  const Shared<X> line = SharedMemory().take<X>(kSquareStages * kRows * kLine).from(tree * kLine);
-  const X* const from = static_cast<const X*>(p.x) + (row < p.rows ? row : p.rows - 1) * p.x_stride;
-  const auto bring = [&](int stage) {
-    const int begin = stage * kStep;
+struct Squares {
+  static constexpr int kEach = T::kGroup / T::kColLanes;
+  static_assert(2 * T::kGroup == kTreeLanes && T::kStep % kTreeLanes == 0);
+  float sum[T::kRows][2][kEach] = {};
+  GPU_INLINE void add(int row, int half, Shared<X> x, int at, int col_lane) {
+    const auto v = x.template load_vector<kEach>(at + col_lane * kEach);
 #pragma unroll
-    for (int i = row_lane() * kWords; i < kStep; i += kTreeLanes * kWords)
-      if (begin + i < p.chain) copy_async(line, stage % kSquareStages * kRows * kLine + i, from + begin + i);
-    copy_commit();
-  };
-#pragma unroll
-  for (int s = 0; s + 1 < kSquareStages; ++s) bring(s);
-  float sum = 0;
-  for (int stage = 0; stage * kStep < p.chain; ++stage) {
-    copy_wait<kSquareStages - 2>();
-    sync_block();
-    bring(stage + kSquareStages - 1);
-    const Shared<X> links = line.from(stage % kSquareStages * kRows * kLine + row_lane());
-    const int left = p.chain - stage * kStep;
-    in_order((left < kStep ? left : kStep) / kTreeLanes, [&](int i) { return to_f32(links.load(i * kTreeLanes)); }, [&](float v) { sum = fma(v, v, sum); });
+    for (int i = 0; i < kEach; ++i) sum[row][half][i] = fma(to_f32(v.v[i]), to_f32(v.v[i]), sum[row][half][i]);
   }
-  sum = fold_row(sum);
-  if (row < p.rows && row_lane() == 0) p.squares[row] = sum;
-}
+  GPU_INLINE float fold(int row) const {  // in all threads of the row
+    float s[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) s[i] = sum[row][0][i] + sum[row][1][i];
+#pragma unroll
+    for (int width = T::kGroup / 2; width >= kEach; width /= 2)
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) s[i] = s[i] + shuffle_xor(s[i], width / kEach);
+    static_assert(kEach <= 2);
+    return kEach == 2 ? s[0] + s[kEach - 1] : s[0];
+  }
+};
 
-template <typename T, typename X>
+template <typename T, typename X, bool kSquares>
 GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
   constexpr int kXLine = T::template kXLine<X>, kXWords = kChunkBytes / static_cast<int>(sizeof(X));
   constexpr int kWLine = T::kWLine, kWWords = kChunkBytes / static_cast<int>(sizeof(float));
-  const int slice = p.squares == nullptr ? block_y() : block_y() - kSquareSlices<T>;
-  if (slice < 0) return sum_squares<T, X>(p);
   SharedMemory memory;
   const Shared<X> xs = memory.take<X>(T::kStages * T::kM * kXLine);
   const Shared<float> ws = memory.take<float>(T::kStages * T::kN * kWLine);
-  const int segment = slice % p.segments, thread = thread_x();
-  const int row0 = block_x() * T::kM, col0 = slice / p.segments * T::kN, link0 = segment * p.segment;
+  const int segment = block_y() % p.segments, thread = thread_x();
+  const int row0 = block_x() * T::kM, col0 = block_y() / p.segments * T::kN, link0 = segment * p.segment;
   const int chain = p.chain - link0 < p.segment ? p.chain - link0 : p.segment;
 
   // Lines [0, Lines) of an operand from line0 on, the last again for those past it, links [at, chain).
@@ -149,6 +126,7 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
     float x[T::kRows][T::kGroup], w[T::kCols][T::kGroup];
   };
   float acc[T::kRows][T::kCols] = {};
+  Squares<T, X> squares;
 #pragma unroll
   for (int s = 0; s + 1 < T::kStages; ++s) bring(s, s * T::kStep);
   int stage = 0;
@@ -172,11 +150,18 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
 #pragma unroll
           for (int c = 0; c < T::kCols; ++c) acc[r][c] = fma(links.x[r][k], links.w[c][k], acc[r][c]);
     };
+    const auto square = [&](int k, int half) {
+      if constexpr (kSquares) {
+#pragma unroll
+        for (int r = 0; r < T::kRows; ++r) squares.add(r, half, x, row_of(r) * kXLine + k, col_lane);
+      }
+    };
     Links now, next;
     if (chain - at >= T::kStep) {  // a whole stage is one piece of code, so that nothing is copied between registers
       if constexpr (T::kAhead) load(now, 0);
 #pragma unroll
       for (int k = 0; k < T::kStep; k += T::kGroup) {
+        square(k, k / T::kGroup % 2);
         if constexpr (T::kAhead) {
           if (k + T::kGroup < T::kStep) load(next, k + T::kGroup);
           multiply(now);
@@ -187,9 +172,13 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
         }
       }
     } else {
-      for (int k = 0; k < chain - at; k += T::kGroup) {
-        load(now, k);
-        multiply(now);
+      for (int k = 0; k < chain - at; k += 2 * T::kGroup) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          square(k + half * T::kGroup, half);
+          load(now, k + half * T::kGroup);
+          multiply(now);
+        }
       }
     }
     stage = stage + 1 == T::kStages ? 0 : stage + 1;
@@ -204,6 +193,14 @@ GPU_KERNEL GPU_BOUNDS(T::kThreads) forward_kernel(const Forward p) {
       if (p.y_is_f32) static_cast<float*>(p.y)[i] = acc[r][c];
       else static_cast<bf16*>(p.y)[i] = to_bf16(acc[r][c]);
     }
+  if constexpr (kSquares) {
+#pragma unroll
+    for (int r = 0; r < T::kRows; ++r) {
+      const float sum = squares.fold(r);
+      const int row = row0 + row_of(r);
+      if (col0 == 0 && col_lane == 0 && row < p.rows) static_cast<float*>(p.y)[row * p.y_stride + segment * p.y_segment + p.cols] = sum;
+    }
+  }
 }
 
 struct WeightGradient {
@@ -325,13 +322,14 @@ bool supports(ConstTensorView x, const WeightView& w) {
 
 namespace {
 
+template <bool kSquares>
 void forward(Context& c, const Forward& p, DType x_dtype) {
   const auto run = [&](auto tile, auto type) {
     using T = decltype(tile);
     using X = decltype(type);
-    const Grid grid = {.blocks = blocks_for(p.rows, T::kM), .threads = T::kThreads, .blocks_y = p.segments * blocks_for(p.cols, T::kN) + (p.squares == nullptr ? 0 : kSquareSlices<T>),
+    const Grid grid = {.blocks = blocks_for(p.rows, T::kM), .threads = T::kThreads, .blocks_y = p.segments * blocks_for(p.cols, T::kN),
                        .shared_bytes = T::template kSharedBytes<X>};
-    launch(c, "matmul_thin", grid, forward_kernel<T, X>, p);
+    launch(c, "matmul_thin", grid, forward_kernel<T, X, kSquares>, p);
   };
   const auto with_tile = [&](auto tile) { x_dtype == DType::f32 ? run(tile, float()) : run(tile, bf16()); };
   p.rows >= kManyRows ? with_tile(Many()) : with_tile(Few());
@@ -341,17 +339,17 @@ void forward(Context& c, const Forward& p, DType x_dtype) {
 
 void matmul(Context& c, TensorView y, ConstTensorView x, ConstTensorView w) {
   const int k = static_cast<int>(x.dim(1));
-  forward(c,
-          {.x = x.data, .w = w.ptr<float>(), .y = y.data, .squares = nullptr, .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = y.row_stride, .y_segment = 0,
+  forward<false>(c,
+          {.x = x.data, .w = w.ptr<float>(), .y = y.data, .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = y.row_stride, .y_segment = 0,
            .rows = static_cast<int>(x.rows()), .cols = static_cast<int>(w.rows()), .chain = k, .segment = k, .segments = 1, .y_is_f32 = y.dtype == DType::f32},
           x.dtype);
 }
 
-void segment_sums(Context& c, TensorView sums, TensorView squares, ConstTensorView x, ConstTensorView w, int64_t k_segment) {
-  GPU_CHECK(k_segment % kWholeLinks == 0 && sums.dim(1) == blocks_for(x.dim(1), k_segment), "matmul_thin: %ld segments of %ld", static_cast<long>(sums.dim(1)),
-            static_cast<long>(k_segment));
-  forward(c,
-          {.x = x.data, .w = w.ptr<float>(), .y = sums.data, .squares = squares.ptr<float>(), .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = sums.row_stride,
+void segment_sums(Context& c, TensorView sums, ConstTensorView x, ConstTensorView w, int64_t k_segment) {
+  GPU_CHECK(k_segment % kWholeLinks == 0 && sums.dim(1) == blocks_for(x.dim(1), k_segment) && sums.dim(2) == w.rows() + 1, "matmul_thin: %ld segments of %ld",
+            static_cast<long>(sums.dim(1)), static_cast<long>(k_segment));
+  forward<true>(c,
+          {.x = x.data, .w = w.ptr<float>(), .y = sums.data, .x_stride = x.row_stride, .w_stride = w.row_stride, .y_stride = sums.row_stride,
            .y_segment = sums.dim(2), .rows = static_cast<int>(x.rows()), .cols = static_cast<int>(w.rows()), .chain = static_cast<int>(x.dim(1)),
            .segment = static_cast<int>(k_segment), .segments = static_cast<int>(sums.dim(1)), .y_is_f32 = true},
           x.dtype);
