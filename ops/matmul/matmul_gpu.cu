@@ -19,7 +19,7 @@ constexpr bool kMatrixUnits = true;
 #else
 constexpr bool kMatrixUnits = false;
 #endif
-constexpr int64_t kThin = 128;
+constexpr int64_t kThin = 64;  // rows of the narrowest tile of dw
 
 int64_t inner_stride(ConstTensorView v) { return v.shape.rank == 3 ? v.shape[2] : v.row_stride; }
 
