@@ -52,7 +52,8 @@ void RankGroup::progress() {
   for (DeviceLinks* links : impl_->world->links_) require(links->progress());
 }
 
-bool RankGroup::between_gpus(const Context& c) const { return c.on_gpu() && impl_->world->devices_; }
+bool RankGroup::between_gpus() const { return impl_->world->devices_; }
+bool RankGroup::between_gpus(const Context& c) const { return c.on_gpu() && between_gpus(); }
 
 DeviceChannel& RankGroup::device_channel() {
   Impl& g = *impl_;

@@ -91,6 +91,7 @@ class RankGroup {
   int rank() const;
   int size() const;
   const std::vector<int>& members() const;  // ranks of the world, ascending
+  bool between_gpus() const;                // whether what lies on GPUs takes the way "device"
 
   // In a group of one, every operation returns at once, copies own parts where asked to, and is not registered or counted.
   // Views are contiguous.

@@ -187,7 +187,7 @@ int64_t engine_state_bytes(const ModelConfig& m, Numerics numerics, const Engine
   return pool_bytes(m, numerics, slots, pages, page_tokens) + footprint(m.hidden_size * width_of(numerics));
 }
 
-int64_t transfer_bytes(const TransferSide& trainer, const TransferSide& sampler, int ranks, int64_t bucket_bytes) {
+int64_t transfer_bytes(const TransferSide& trainer, const TransferSide& sampler, int ranks, int64_t bucket_bytes, Device device) {
   int64_t bytes = (ranks > 1 ? 2 : 1) * footprint(bucket_bytes);
   const auto code_bytes = [&](const TensorSpec& t) {
     return footprint(t.stored_shape(sampler.numerics).elements() * static_cast<int64_t>(dtype_bytes(t.weight_dtype(sampler.numerics))));
@@ -195,7 +195,7 @@ int64_t transfer_bytes(const TransferSide& trainer, const TransferSide& sampler,
   const auto scale_bytes = [&](const TensorSpec& t) { return footprint(t.scale_shape(sampler.numerics).elements()); };
   for (const TensorSpec& t : sampler.table) {
     if (!t.held()) continue;
-    if (!t.has_panels()) bytes += code_bytes(t);
+    if (!t.has_panels() || device == Device::gpu) bytes += code_bytes(t);
     if (t.quant_format(sampler.numerics)) bytes += scale_bytes(t);
   }
   if (is_quantized(trainer.numerics)) return bytes;

@@ -30,12 +30,13 @@ WeightBytes weights_arena_bytes(const std::vector<TensorSpec>& table, Numerics n
 
 // Sequence state of a sampler: what its arena reaches.
 int64_t engine_state_bytes(const ModelConfig& config, Numerics numerics, const EngineOptions& options);
-// What a weight update takes beside the two weights: copies of small tensors, buckets, the trainer's part in codes. sync.delta takes more.
+// What a weight update takes beside the two weights: copies of what does not land in its place (sync/transfer.h), buckets, the trainer's part in codes. sync.delta
+// takes more.
 struct TransferSide {
   const std::vector<TensorSpec>& table;  // of the rank's shard
   Numerics numerics;
 };
-int64_t transfer_bytes(const TransferSide& trainer, const TransferSide& sampler, int ranks, int64_t bucket_bytes);
+int64_t transfer_bytes(const TransferSide& trainer, const TransferSide& sampler, int ranks, int64_t bucket_bytes, Device device);
 
 // The largest pieces that a forward or backward of `tokens` has in the workspace at once; operators' own scratch comes on top.
 int64_t trainer_scratch_bytes(const ModelConfig& config, Numerics numerics, const Shard& shard, int ep, int64_t exchange_rows, int64_t tokens, int64_t wanted);

@@ -56,6 +56,10 @@ Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
   return Status::ok();
 }
 
+// Whether updates of a sampler with weights of its own pass through the host's memory although the weights are a GPU's: deltas, and what goes to other ranks
+// by way of the host anyway. The same on all ranks.
+bool updates_by_host(const PolicyUse& use) { return use.sync.delta || (use.ranks != nullptr && use.ranks->all->size() > 1 && !use.ranks->all->between_gpus()); }
+
 // What the run cannot do without, against what the machine has: a model or settings far too large are an error here, not a process
 // that the system kills later. Activations come on top.
 // `use` is that of this rank.
@@ -65,8 +69,9 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
   const auto weight_bytes = [&](const TensorSpec& t, Numerics n) {
     return static_cast<double>(t.stored_shape(n).elements()) * static_cast<double>(dtype_bytes(t.weight_dtype(n))) * (t.has_panels() && device == Device::cpu ? 2 : 1);
   };
+  const double landing = device == Device::gpu && !updates_by_host(use) ? 1 : 0;  // where an update lands (sync/transfer.h)
   if (sampler != nullptr)
-    for (const TensorSpec& t : tensor_table(m, *sampler)) weights += weight_bytes(t, sampler_numerics);
+    for (const TensorSpec& t : tensor_table(m, *sampler)) weights += (1 + landing) * weight_bytes(t, sampler_numerics);
   for (const TensorSpec& t : tensor_table(m, held)) {
     const auto elements = static_cast<double>(t.shape.elements());
     weights += weight_bytes(t, numerics);
@@ -201,7 +206,7 @@ Result<std::unique_ptr<Policy>> Policy::make(const PolicyOptions& options, const
     p->model_.weights = p->sampler_weights_.get();
     Weights *from = p->weights_.get(), *to = p->sampler_weights_.get();
     Arena* scratch = p->weights_arena_.get();
-    if (options.device == Device::gpu) {
+    if (options.device == Device::gpu && updates_by_host(use)) {
       p->mirror_arena_ = std::make_unique<Arena>("weights on the host", kArenaReserve);
       p->trainer_mirror_ = std::make_unique<Weights>(p->config_, numerics, held, *p->mirror_arena_);
       p->sampler_mirror_ = std::make_unique<Weights>(p->config_, sampler.numerics, sampled, *p->mirror_arena_);
@@ -262,11 +267,11 @@ Result<std::optional<SyncReceipt>> Policy::transfer() {
   Context host = c.on_host();
   if (trainer_mirror_) trainer_mirror_->copy_across(c, *weights_);
   const auto master = [&](int id) {
-    if (!c.on_gpu()) return actor_->master(id);
+    if (!trainer_mirror_) return actor_->master(id);
     const ArenaScope scope(*c.workspace);
     return on_host(c, actor_->master(id));
   };
-  Result<SyncReceipt> receipt = transfer_->update(c.on_gpu() ? host : c, master, quiet);
+  Result<SyncReceipt> receipt = transfer_->update(trainer_mirror_ ? host : c, master, quiet);
   if (!receipt) return receipt.status();
   if (sampler_mirror_) sampler_weights_->copy_across(c, *sampler_mirror_);
   return std::optional(receipt.take());

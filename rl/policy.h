@@ -110,7 +110,7 @@ class Policy {
   std::unique_ptr<Arena> spare_arena_;
   std::unique_ptr<DeviceContext> spare_context_;
   std::unique_ptr<Weights> spare_;  // that load_beside() fills
-  // On a GPU updates of a sampler with weights of its own go by way of the host: the transfer is between these.
+  // On a GPU whose updates of a sampler with weights of its own go by way of the host (sync.delta, parallel.transport): the transfer is between these.
   std::unique_ptr<Arena> mirror_arena_;
   std::unique_ptr<Weights> trainer_mirror_, sampler_mirror_;
   std::unique_ptr<Transfer> transfer_;

@@ -449,9 +449,18 @@ Result<RunPlan> make_run_plan(const PlanInput& input) {
   if (planner.apart(t, s)) {
     const Grid grid(rollout.value());
     const auto held = tensor_table(input.model, shard_of(input.model, grid, s.plan.stages, 0));
-    const auto trained = tensor_table(input.model, shard_of(input.model, Grid(train.value()), t.plan.stages, 0));
+    const auto trained = tensor_table(input.model, shard_of(input.model, Grid(train.value()), t.plan.stages, t.plan.rank));
     const Numerics sampler = input.rollout_fp8 ? Numerics::fp8 : input.numerics;
-    plan.sampler.memory.push_back({"sync buffers", transfer_bytes({trained, input.numerics}, {held, sampler}, input.ranks, Transfer::kBucketBytes)});
+    const Device device = std::string_view(input.device.name) == "cpu" ? Device::cpu : Device::gpu;
+    const auto buffers = [&](const std::vector<TensorSpec>& from, const std::vector<TensorSpec>& to) {
+      return OwnerBytes{"sync buffers", transfer_bytes({from, input.numerics}, {to, sampler}, input.ranks + input.rollout_ranks, Transfer::kBucketBytes, device)};
+    };
+    if (plan.shared) {
+      plan.sampler.memory.push_back(buffers(trained, held));
+    } else {  // codes are the trainer's, what lands is the sampler's
+      plan.trainer.memory.push_back(buffers(trained, {}));
+      plan.sampler.memory.push_back(buffers({}, held));
+    }
   } else {
     std::erase_if(plan.sampler.memory, [](const OwnerBytes& o) { return o.owner == "weights" || o.owner == "panels"; });  // the trainer's
   }

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include "sync/transfer.h"
+
 namespace lockstep {
 namespace {
 
@@ -88,6 +90,24 @@ TEST(Plan, RecomputingTradesMemoryForWork) {
   // All forward messages of the layers are sent twice.
   EXPECT_EQ(again.trainer.traffic.at("expert dispatch").bytes.sent, 2 * kept.trainer.traffic.at("expert dispatch").bytes.sent);
   EXPECT_EQ(again.trainer.traffic.at("streams").bytes.sent, kept.trainer.traffic.at("streams").bytes.sent);
+}
+
+// What the trainer quantises for the sampler lies on the trainer's ranks, and what lands on the sampler's.
+TEST(Plan, RanksApartHaveSyncBuffersOfTheirOwn) {
+  PlanInput p = flash();
+  const RunPlan four = plan_of(p);
+  const int64_t sent = bytes_of(four.trainer.memory, "sync buffers"), landed = bytes_of(four.sampler.memory, "sync buffers");
+  EXPECT_GE(landed, bytes_of(four.sampler.memory, "weights"));
+  EXPECT_LT(landed, bytes_of(four.sampler.memory, "weights") + (int64_t{64} << 20));
+  p.train = {.tp = 1, .pp = 8, .ep = 2};
+  p.rollout = {.tp = 1, .ep = 16};
+  const RunPlan other = plan_of(p);
+  EXPECT_NE(bytes_of(other.trainer.memory, "sync buffers"), sent);
+  EXPECT_LT(bytes_of(other.sampler.memory, "sync buffers"), landed);
+  p.rollout = {.tp = 1, .ep = 8};
+  EXPECT_EQ(bytes_of(plan_of(p).sampler.memory, "sync buffers"), landed);
+  p.rollout_fp8 = false;
+  EXPECT_EQ(bytes_of(plan_of(p).trainer.memory, "sync buffers"), 2 * Transfer::kBucketBytes);
 }
 
 TEST(Plan, HotExpertsCostMemoryAndTimeOnly) {

@@ -77,7 +77,7 @@ class Bench {
 
   Status sync() {
     Context& c = context_;
-    Arena arena("bench weights", kReserve, o_.device), host("bench mirrors", kReserve);
+    Arena arena("bench weights", kReserve, o_.device);
     const Numerics trained = o_.numerics == Numerics::f32 ? Numerics::f32 : Numerics::bf16;
     Weights trainer(config_, trained, arena), sampler(config_, o_.numerics, arena);
     Operands operands(c);
@@ -98,23 +98,16 @@ class Bench {
     converted.add("path", "convert").add("sampler_bytes", sampler_bytes);
     end(converted, seconds, master_bytes + sampler_bytes, 0, 0);
 
-    // As rl/policy.cc does: the transfer's own memory is the host's.
-    std::optional<Weights> trainer_mirror, sampler_mirror;
-    if (c.on_gpu()) trainer_mirror.emplace(config_, trained, host), sampler_mirror.emplace(config_, o_.numerics, host);
     const Shard shard = whole_shard(config_);
-    Transfer transfer(nullptr, c.on_gpu() ? *trainer_mirror : trainer, c.on_gpu() ? *sampler_mirror : sampler, {{shard}, trained}, {{shard}, o_.numerics},
-                      [](const TensorSpec& t) { return !t.is_buffer(); }, host);
-    Context on_host_context = c.on_host();
+    Transfer transfer(nullptr, trainer, sampler, {{shard}, trained}, {{shard}, o_.numerics}, [](const TensorSpec& t) { return !t.is_buffer(); }, arena);
     seconds.clear();
     int64_t moved = 0;
     for (int i = 0; i <= o_.repeat; ++i) {
       Status refused;
       const double s = timed([&] {
-        if (trainer_mirror) trainer_mirror->copy_across(c, trainer);
-        const Result<SyncReceipt> receipt = transfer.update(on_host_context, [&](int id) { return on_host(c, masters.views[static_cast<size_t>(id)]); });
+        const Result<SyncReceipt> receipt = transfer.update(c, [&](int id) { return masters.views[static_cast<size_t>(id)]; });
         if (!receipt) refused = receipt.status();
         else moved = receipt.value().local_bytes;
-        if (sampler_mirror) sampler.copy_across(c, *sampler_mirror);
       });
       LOCKSTEP_RETURN_IF_ERROR(refused);
       trainer.commit(c, i + 1);

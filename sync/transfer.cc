@@ -8,23 +8,25 @@
 
 #include <xxhash.h>
 
+#include "core/device.h"
 #include "ops/cast/cast.h"
+#include "ops/finite/finite.h"
 #include "ops/matmul/matmul.h"
+#include "ops/rows/rows.h"
 #include "sync/delta.h"
 
 namespace lockstep {
 
 namespace {
 
-constexpr int64_t kSumBytes = sizeof(int64_t);  // of a copy's XXH64
+constexpr int64_t kSumBytes = sizeof(int64_t);  // of a copy's checksum
 
 // What a rank tells the others at the beginning.
 using State = std::array<int64_t, Transfer::kBeginBytes / sizeof(int64_t)>;
 constexpr size_t kVersion = 0, kSampler = 1, kManifest = 2, kCommitted = 3, kKnowsSent = 4, kFine = 5;
 
-void add_to_sum(int64_t& sum, const void* data, size_t bytes) {
-  sum = std::bit_cast<int64_t>(XXH64(data, bytes, std::bit_cast<uint64_t>(sum)));
-}
+// Of parts of a copy: ops/checksum's add up, whatever their order.
+void add_to_sum(int64_t& sum, int64_t part) { sum = std::bit_cast<int64_t>(std::bit_cast<uint64_t>(sum) + std::bit_cast<uint64_t>(part)); }
 
 // Rows of the whole tensor, columns of the box, as a view into the matrix that holds `held` of it. Two numbers of e2m1x2 are one element.
 template <typename View>
@@ -33,46 +35,14 @@ View part(const View& matrix, const Box& held, const Range& rows, const Range& c
   return matrix.slice(rows.begin - held.rows.begin, rows.size()).cols((columns.begin - held.columns.begin) / each, num_blocks(columns.size(), each));
 }
 
-// Into `out`, which has the same dtype or is bf16 for f32. Numbers in a bucket may lie at any even address.
+// Into `out`, which has the same dtype or is bf16 for f32. Numbers in a bucket may lie at any address, where a GPU can neither read nor write them as numbers.
 void store(Context& c, TensorView out, ConstTensorView in) {
-  if (out.dtype != in.dtype) return cast(c, out, in);
-  char* to = static_cast<char*>(out.data);
-  const char* from = static_cast<const char*>(in.data);
-  const auto width = static_cast<int64_t>(dtype_bytes(in.dtype));
-  if (out.contiguous() && in.contiguous()) {
-    parallel_for(c, static_cast<int64_t>(in.bytes()), 1, [&](int64_t b, int64_t e, int) { std::memcpy(to + b, from + b, static_cast<size_t>(e - b)); });
-    return;
-  }
-  const int64_t row_bytes = in.dim(1) * width;
-  parallel_for(c, in.rows(), row_bytes, [&](int64_t b, int64_t e, int) {
-    for (int64_t r = b; r < e; ++r)
-      std::memcpy(to + r * out.row_stride * width, from + r * in.row_stride * width, static_cast<size_t>(row_bytes));
-  });
-}
-
-// Any of the numbers, which may lie unaligned, has all bits of `exponent` set.
-template <typename Bits>
-bool any_with(const char* at, int64_t bytes, Bits exponent) {
-  Bits found = 0;
-  for (int64_t i = 0; i < bytes; i += static_cast<int64_t>(sizeof(Bits))) {
-    Bits bits;
-    std::memcpy(&bits, at + i, sizeof(Bits));
-    found |= static_cast<Bits>((bits & exponent) == exponent);
-  }
-  return found != 0;
-}
-
-// Neither NaN nor infinite. Contiguous.
-bool finite(ConstTensorView v) {
-  const char* at = static_cast<const char*>(v.data);
-  const auto bytes = static_cast<int64_t>(v.bytes());
-  switch (v.dtype) {
-    case DType::f32: return !any_with<uint32_t>(at, bytes, 0x7f800000u);
-    case DType::bf16: return !any_with<uint16_t>(at, bytes, 0x7f80u);
-    case DType::e4m3: return !any_with<uint8_t>(at, bytes, 0x7f);
-    case DType::ue8m0: return !any_with<uint8_t>(at, bytes, 0xff);
-    default: return true;
-  }
+  if (out.dtype == in.dtype) return copy_rows(c, out, in);
+  if (!c.on_gpu() || reinterpret_cast<uintptr_t>(out.data) % dtype_bytes(out.dtype) == 0) return cast(c, out, in);
+  const ArenaScope scope(*c.workspace);
+  const TensorView rounded = c.workspace->tensor(out.dtype, out.shape, "weights rounded");
+  cast(c, rounded, in);
+  copy_rows(c, out, rounded);
 }
 
 ByteRows byte_rows(const TensorView& v) {
@@ -143,10 +113,11 @@ Transfer::Transfer(RankGroup* ranks, const Weights& from, Weights& to, const Pla
   CHECK(from.shard() == source.shards[rank] && from.numerics() == source.numerics, "the source is not this rank's shard");
   CHECK(to.shard() == destination.shards[rank] && to.numerics() == destination.numerics, "the destination is not this rank's shard");
   CHECK(options_.full_every >= 1, "one full update in {}", options_.full_every);
+  CHECK(!options_.delta || arena.device() == Device::cpu, "deltas are made in the host's memory");
   for (const TensorSpec& spec : to.table()) {
     landing_.push_back(!spec.held() ? TensorView()
-                       : spec.has_panels() ? matrix_view(to.rows(spec.id))
-                                           : matrix_view(arena.tensor(spec.weight_dtype(to.numerics()), spec.shape, "weights landing")));
+                       : reads_panels(spec.id) ? matrix_view(to.rows(spec.id))
+                                           : matrix_view(arena.tensor(to.rows(spec.id).dtype, to.rows(spec.id).shape, "weights landing")));
     const Shape scales = to.scales(spec.id).shape;
     landing_scales_.push_back(scales.rank == 0 ? TensorView() : matrix_view(arena.tensor(DType::ue8m0, scales, "weights landing")));
   }
@@ -259,35 +230,79 @@ void Transfer::pack(Context& c, const Route& route, const Piece& piece, TensorVi
   store(c, out, part(held, copy.scales ? blocks_of(spec, to_.numerics(), spec.box) : spec.box, piece.rows, copy.box.columns));
 }
 
-// Packs what leaves or is kept, looks at it and sums it up.
+// Packs what leaves or is kept and looks at it. What it is will be known by check_left.
 TensorView Transfer::leave(Context& c, const Route& route, const Piece& piece, void* at) {
   const Copy& copy = route.plan.copies[piece.copy];
-  const TensorSpec& spec = from_.table()[static_cast<size_t>(copy.tensor)];
   const TensorView rows = rows_at(route, piece, at);
   pack(c, route, piece, rows);
-  if (options_.hooks.pack) options_.hooks.pack(spec, rows);
-  if (bad_ && !finite(rows)) {
-    int64_t row = 0;
-    while (finite(rows.slice(row, 1))) ++row;
-    refuse(SyncStage::transfer, errorf("{} has a number that is not finite in row {} of its {}", spec.name, piece.rows.begin + row, copy.scales ? "scales" : spec.whole.str()));
-  }
-  add_to_sum(sent_sums_[piece.copy], rows.data, rows.bytes());
+  if (options_.hooks.pack) options_.hooks.pack(from_.table()[static_cast<size_t>(copy.tensor)], rows);
+  mark_nonfinite(c, marks_.slice(static_cast<int64_t>(left_.size()), 1), rows);
+  left_.push_back(piece);
+  items_.push_back(item_of(route, piece, rows));
   return rows;
+}
+
+// Of what has been packed since the last time, before its memory is used again.
+void Transfer::sum_left(Context& c) {
+  const auto n = static_cast<int64_t>(items_.size());
+  checksum(c, sums_.slice(static_cast<int64_t>(left_.size()) - n, n), items_);
+  items_.clear();
+}
+
+// Reads what the looks and sums of all that left have found.
+void Transfer::check_left(Context& c, const Route& route) {
+  const ArenaScope scope(*c.workspace), host_scope(*c.host);
+  const auto n = static_cast<int64_t>(left_.size());
+  if (n == 0) return;
+  const auto* sums = on_host(c, sums_.slice(0, n)).ptr<int64_t>();
+  const auto* marks = on_host(c, marks_.slice(0, n)).ptr<int32_t>();
+  for (size_t i = 0; i < left_.size(); ++i) add_to_sum(sent_sums_[left_[i].copy], sums[i]);
+  const auto bad = static_cast<size_t>(std::find(marks, marks + n, 1) - marks);
+  if (bad == left_.size() || !bad_) return;
+  // Once more, for its place.
+  const Piece piece = left_[bad];
+  const Copy& copy = route.plan.copies[piece.copy];
+  const TensorSpec& spec = from_.table()[static_cast<size_t>(copy.tensor)];
+  const TensorView again = rows_at(route, piece, outgoing_.data);
+  pack(c, route, piece, again);
+  if (options_.hooks.pack) options_.hooks.pack(spec, again);
+  const ConstTensorView rows = on_host(c, again);
+  Context host = c.on_host();
+  int64_t row = 0;
+  for (int32_t mark = 0; row < rows.rows(); ++row) {
+    mark_nonfinite(host, TensorView(&mark, DType::i32, {1}), rows.slice(row, 1));
+    if (mark != 0) break;
+  }
+  refuse(SyncStage::transfer, errorf("{} has a number that is not finite in row {} of its {}", spec.name, piece.rows.begin + row, copy.scales ? "scales" : spec.whole.str()));
+}
+
+ChecksumItem Transfer::item_of(const Route& route, const Piece& piece, ConstTensorView rows) const {
+  return {.rows = rows, .key = piece.copy, .first_row = piece.rows.begin - route.plan.copies[piece.copy].box.rows.begin};
 }
 
 bool Transfer::loses(const Route& route, const Piece& piece) const {
   return options_.hooks.lose && options_.hooks.lose(to_.table()[static_cast<size_t>(route.plan.copies[piece.copy].tensor)]);
 }
 
-void Transfer::keep(Context& c, const Route& route, const Piece& piece, int64_t bucket) {
-  const TensorView rows = leave(c, route, piece, outgoing_.data), to = landing(route, piece);
-  if (options_.hooks.arrive) options_.hooks.arrive(bucket, as_bytes(rows));
-  if (loses(route, piece)) return;
-  landed_rows_[piece.copy] += piece.rows.size();
-  if (is_delta_) {
-    changed_ += overwrite_changed(byte_rows(rows), byte_rows(to));
-  } else {
-    store(c, to, rows);
+void Transfer::keep(Context& c, const Route& route, int64_t bucket) {
+  const std::vector<Piece>& pieces = route.buckets[static_cast<size_t>(bucket)].local;
+  std::vector<TensorView> kept;
+  char* at = static_cast<char*>(outgoing_.data);
+  for (const Piece& piece : pieces) {
+    kept.push_back(leave(c, route, piece, at));
+    at += kept.back().bytes();
+  }
+  sum_left(c);
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const TensorView &rows = kept[i], to = landing(route, pieces[i]);
+    if (options_.hooks.arrive) options_.hooks.arrive(bucket, as_bytes(rows));
+    if (loses(route, pieces[i])) continue;
+    landed_rows_[pieces[i].copy] += pieces[i].rows.size();
+    if (is_delta_) {
+      changed_ += overwrite_changed(byte_rows(rows), byte_rows(to));
+    } else {
+      store(c, to, rows);
+    }
   }
 }
 
@@ -295,11 +310,13 @@ void Transfer::exchange(Context& c, const Route& route, int64_t index) {
   const Route::Bucket& bucket = route.buckets[static_cast<size_t>(index)];
   std::vector<int64_t> send_bytes = bucket.send_bytes, receive_bytes = bucket.receive_bytes;
   const TensorView out = is_delta_ ? delta_ : outgoing_;
-  char* at = static_cast<char*>(out.data);
+  char* at = static_cast<char*>(out.data);        // where what travels lies
+  char* packed = static_cast<char*>(outgoing_.data);  // and the rows; without deltas the same
   if (is_delta_) std::fill(send_bytes.begin(), send_bytes.end(), 0);
   for (const Piece& piece : bucket.sends) {
-    const TensorView rows = leave(c, route, piece, is_delta_ ? outgoing_.data : at);
+    const TensorView rows = leave(c, route, piece, packed);
     auto bytes = static_cast<int64_t>(rows.bytes());
+    packed += bytes;
     if (is_delta_) {
       const TensorView before = rows_at(route, piece, last_sent(route, piece));
       bytes = make_delta(at, byte_rows(rows), byte_rows(before));
@@ -308,6 +325,7 @@ void Transfer::exchange(Context& c, const Route& route, int64_t index) {
     }
     at += bytes;
   }
+  sum_left(c);
   const int64_t sent = at - static_cast<char*>(out.data);
   moved_ += sent;
   if (is_delta_) ranks_->exchange_counts(std::span(receive_bytes), std::span<const int64_t>(send_bytes), "weights sizes");
@@ -355,20 +373,26 @@ bool Transfer::land(Context& c, const Route& route, const Piece& piece, std::spa
 void Transfer::verify(Context& c, const Route& route) {
   enter(SyncStage::verify);
   const SyncPlan& plan = route.plan;
+  std::vector<Piece> landed;
   for (const Route::Bucket& bucket : route.buckets)
-    for (const auto* pieces : {&bucket.local, &bucket.receives})
-      for (const Piece& piece : *pieces) {
-        const TensorView rows = rows_at(route, piece, outgoing_.data);
-        store(c, rows, landing(route, piece));
-        add_to_sum(landed_sums_[piece.copy], rows.data, rows.bytes());
-      }
+    for (const auto* pieces : {&bucket.local, &bucket.receives}) landed.insert(landed.end(), pieces->begin(), pieces->end());
+  for (const Piece& piece : landed) items_.push_back(item_of(route, piece, landing(route, piece)));
+  {
+    const ArenaScope scope(*c.workspace), host_scope(*c.host);
+    const TensorView sums = c.workspace->tensor(DType::i64, {static_cast<int64_t>(landed.size())}, "weights sums");
+    checksum(c, sums, items_);
+    items_.clear();
+    const auto* of_piece = on_host(c, sums).ptr<int64_t>();
+    for (size_t i = 0; i < landed.size(); ++i) add_to_sum(landed_sums_[landed[i].copy], of_piece[i]);
+  }
   std::vector<int64_t> wanted = sent_sums_;  // by copy
   if (ranks_ != nullptr) {
     const PairedCopies sends = paired(plan, rank(), &Copy::from, &Copy::to), receives = paired(plan, rank(), &Copy::to, &Copy::from);
     std::vector<int64_t> told, heard(receives.copies.size());
     for (const size_t i : sends.copies) told.push_back(sent_sums_[i]);
     const auto view = [](std::vector<int64_t>& sums) { return TensorView(sums.data(), DType::u8, {static_cast<int64_t>(sums.size()), kSumBytes}); };
-    ranks_->all_to_all(c, view(heard), receives.counts, view(told), sends.counts, "weights check");
+    Context host = c.on_host();
+    ranks_->all_to_all(host, view(heard), receives.counts, view(told), sends.counts, "weights check");
     for (size_t i = 0; i < heard.size(); ++i) wanted[receives.copies[i]] = heard[i];
   }
   for (size_t i = 0; i < plan.copies.size(); ++i) {
@@ -377,7 +401,7 @@ void Transfer::verify(Context& c, const Route& route) {
     if (landed_rows_[i] != copy.box.rows.size())
       refuse(SyncStage::verify, errorf("{} from rank {}: {} of its {} rows are missing", name_of(copy), copy.from, copy.box.rows.size() - landed_rows_[i], copy.box.rows.size()));
     if (landed_sums_[i] != wanted[i])
-      refuse(SyncStage::verify, errorf("{} from rank {} is damaged: XXH64 {:016x} was sent, {:016x} landed", name_of(copy), copy.from, std::bit_cast<uint64_t>(wanted[i]),
+      refuse(SyncStage::verify, errorf("{} from rank {} is damaged: checksum {:016x} was sent, {:016x} landed", name_of(copy), copy.from, std::bit_cast<uint64_t>(wanted[i]),
                                        std::bit_cast<uint64_t>(landed_sums_[i])));
   }
 }
@@ -391,7 +415,7 @@ void Transfer::restore(Context& c) {
   for (const TensorSpec& spec : to_.table()) {
     if (!spec.held()) continue;
     const auto id = static_cast<size_t>(spec.id);
-    if (spec.has_panels()) {
+    if (reads_panels(spec.id)) {
       to_.restore_rows(c, spec.id);
     } else {
       store(c, landing_[id], matrix_view(to_.rows(spec.id)));
@@ -408,7 +432,7 @@ void Transfer::finalise(Context& c) {
   for (const TensorSpec& spec : to_.table()) {
     if (!spec.held()) continue;
     const auto id = static_cast<size_t>(spec.id);
-    if (!spec.has_panels()) store(c, matrix_view(to_.rows(spec.id)), landing_[id]);
+    if (!reads_panels(spec.id)) store(c, matrix_view(to_.rows(spec.id)), landing_[id]);
     if (!landing_scales_[id].empty()) store(c, matrix_view(to_.scales(spec.id)), landing_scales_[id]);
   }
   to_.commit(c, from_.version());
@@ -445,6 +469,12 @@ Result<SyncReceipt> Transfer::update(Context& c, const ReadMaster& master, const
   sent_sums_.assign(copies, 0);
   landed_sums_.assign(copies, 0);
   landed_rows_.assign(copies, 0);
+  const ArenaScope scope(*c.workspace);
+  int64_t pieces = 0;
+  for (const Route::Bucket& bucket : route->buckets) pieces += static_cast<int64_t>(bucket.local.size() + bucket.sends.size());
+  left_.clear();
+  marks_ = zeros(c, DType::i32, {pieces}, "weights marks");
+  sums_ = c.workspace->tensor(DType::i64, {pieces}, "weights sums");
   if (quantizes()) quantize_masters(c, *route, master);
   QuantStats counts = check_quantized(*route);
   for (int64_t i = 0; i < static_cast<int64_t>(route->buckets.size()); ++i) {
@@ -454,9 +484,10 @@ Result<SyncReceipt> Transfer::update(Context& c, const ReadMaster& master, const
       const std::string where = some.empty() ? "" : ", from " + name_of(route->plan.copies[some.front().copy]) + " on";
       if (const Status s = options_.hooks.enter(SyncStage::transfer, i); !s) refuse(SyncStage::transfer, errorf("bucket {}{}: {}", i, where, s.message()));
     }
-    for (const Piece& piece : bucket.local) keep(c, *route, piece, i);
+    keep(c, *route, i);
     if (i < route->exchanges) exchange(c, *route, i);
   }
+  check_left(c, *route);
   verify(c, *route);
   enter(SyncStage::commit);
   if (const Status all = vote("weights agreed"); !all) {
@@ -476,9 +507,10 @@ Result<SyncReceipt> Transfer::update(Context& c, const ReadMaster& master, const
   receipt.moved_bytes = receipt.full_bytes = route->moved_bytes;
   receipt.local_bytes = route->local_bytes;
   receipt.changed_bytes = route->moved_bytes + route->local_bytes;
-  int64_t sum = 0;
+  uint64_t hash = 0;
   for (size_t i = 0; i < copies; ++i)
-    if (route->plan.copies[i].to == rank()) add_to_sum(sum, &landed_sums_[i], sizeof(sum));
+    if (route->plan.copies[i].to == rank()) hash = XXH64(&landed_sums_[i], sizeof(int64_t), hash);
+  const auto sum = std::bit_cast<int64_t>(hash);
   std::vector<int64_t> sums(static_cast<size_t>(route->plan.ranks), sum);
   int64_t totals[kTotals] = {counts.elements, counts.saturated, counts.underflowed, moved_, changed_};
   if (ranks_ != nullptr) {

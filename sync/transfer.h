@@ -7,15 +7,24 @@
 //   transfer  where the sampler's numerics quantise and the trainer's do not, codes and scales are made from the f32 masters, by the routine and in the blocks
 //             of Weights::load. Then buckets: boxes are packed, rounded to the destination's dtype, exchanged, and land where the sampler does not read.
 //             What is not finite is refused by name
-//   verify    of every copy the rows that landed are read back: all are there, and their XXH64 is that of the rows as they were packed, on the rank that sent them
+//   verify    of every copy the rows that landed are read back: all are there, and their ops/checksum is that of the rows as they were packed, on the rank that sent them
 //   commit    the second vote. An error of any rank is the error of all, and the sampler is put back to what it was, byte for byte
 //   finalise  behind the vote, on every rank: panels are packed from the rows, and the version becomes the trainer's. It asks for no memory, no file and no other
 //             rank, so it cannot fail; a rank that dies in it ends the job, as one does anywhere (parallel/watchdog.h)
 //
-// Where boxes land. The forward reads a matrix from its panels, which finalise packs from its rows, so its rows are free until then; a refused update restores
-// them from the panels. What is read from where it lies (tensors without panels, scales) lands in a copy. Memory beside the two Weights: that copy (the
-// sampler's part of the embedding; hash tables, gains, sinks, biases and scales are small), two buckets, where numerics quantise the trainer's shard in codes,
-// and with `delta` what this rank sends to others, once more.
+// Where boxes land. Where the forward reads a matrix from its panels, which finalise packs from its rows, its rows are free until then; a refused update
+// restores them from the panels. What is read from where it lies (tensors without panels, scales, on a GPU everything) lands in a copy. Memory beside the two
+// Weights: that copy (on a CPU the sampler's part of the embedding; hash tables, gains, sinks, biases and scales are small; on a GPU the sampler's weights once
+// more), two buckets, where numerics quantise the trainer's shard in codes, and with `delta` what this rank sends to others, once more.
+//
+// On a GPU all of this memory is the device's, on all ranks, and rows never leave it but between GPUs, by RankGroup's way (parallel/collective.h). In order:
+//   the stream   codes and scales of masters, then for each bucket: rows are packed, looked at and summed, all_to_all, and what came is copied to where it
+//                lands. A bucket is used again behind that. Then all that landed is summed
+//   the host     enqueues, and waits for the stream twice: for marks and sums of what left, and for sums of what landed. Both come before the vote, so no
+//                rank agrees while something of the update has not yet happened on its GPU
+//   behind it    finalise enqueues the copies to where the forward reads, ahead of every forward that follows
+// Manifests, sums and votes are the host's. A rank that hangs or dies inside an exchange is noticed as in any other (parallel/watchdog.h). What landed, the
+// receipt but for its time, and the counters are those of the host's way. Deltas are made on the host.
 //
 // The first update copies every tensor. Later ones leave out those that no step changes.
 //
@@ -23,8 +32,7 @@
 // last was not refused, every rank's sampler is still at the version that it brought, and fewer than full_every - 1 were since the last full one. Otherwise it is full:
 // where a rank's sampler was loaded by others meanwhile, of every tensor. Verification is the same: whole copies are read back, not what travelled.
 //
-// A call takes its scratch at construction; update() allocates nothing large. Call between steps: no forward may run. Device seam: packing and
-// hashing move to the device with the buffers.
+// A call takes its scratch at construction; update() allocates nothing large. Call between steps: no forward may run.
 
 #include <cstdint>
 #include <functional>
@@ -32,6 +40,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/checksum/checksum.h"
 #include "sync/manifest.h"
 #include "sync/route.h"
 
@@ -40,7 +49,7 @@ namespace lockstep {
 enum class SyncStage : uint8_t { quiesce, begin, transfer, verify, commit, finalise };
 const char* sync_stage_name(SyncStage stage);
 
-// Where an update meets the world, for tests of its failures. The program leaves them empty.
+// Where an update meets the world, for tests of its failures. The program leaves them empty. Views are of the transfer's memory.
 struct TransferHooks {
   std::function<Status(SyncStage stage, int64_t bucket)> enter;      // an error is that of this rank; in finalise it ends the process. bucket: of transfer, else -1
   std::function<void(Manifest& announced)> announce;                 // before it is looked at
@@ -70,7 +79,7 @@ struct SyncReceipt {
   double density() const { return full_bytes + local_bytes == 0 ? 0 : static_cast<double>(changed_bytes) / static_cast<double>(full_bytes + local_bytes); }
 };
 
-// The f32 master of a tensor, in the shape of this rank's shard of the trainer; valid until the context's workspace is released. Ranks that hold the same
+// The f32 master of a tensor, in the shape of this rank's shard of the trainer, in the memory of update()'s context; valid until the context's workspace is released. Ranks that hold the same
 // tensors ask for the same ones in the same order.
 using ReadMaster = std::function<ConstTensorView(int id)>;
 
@@ -81,7 +90,8 @@ class Transfer {
   static constexpr int64_t kTotals = 5;                        // sums over the ranks at the end of a delta, or of what is quantised
 
   // All ranks of the group (null: alone), with the same arguments but for `from` and `to`, which hold this rank's shards of the two placements. `changes`:
-  // which tensors an optimizer step may change. Buckets and copies are taken from `arena`. All outlive this.
+  // which tensors an optimizer step may change. Buckets and copies are taken from `arena`, of the device of both weights and of update()'s context; with
+  // options.delta the CPU. All outlive this.
   Transfer(RankGroup* ranks, const Weights& from, Weights& to, const Placement& source, const Placement& destination, const WantedTensors& changes,
            Arena& arena, SyncOptions options = {}, int64_t bucket_bytes = kBucketBytes);
 
@@ -110,6 +120,7 @@ class Transfer {
     bool delta;
   };
   const Route& route() const { return committed_ < 0 ? all_ : changing_; }
+  bool reads_panels(int id) const { return !to_.view(id).panels.empty(); }  // the forward: its rows are free until finalise
   int rank() const { return ranks_ == nullptr ? 0 : ranks_->rank(); }
   std::string name_of(const Copy& copy) const;
   void enter(SyncStage stage);
@@ -128,8 +139,11 @@ class Transfer {
   char* last_sent(const Route& route, const Piece& piece) const;
   void pack(Context& c, const Route& route, const Piece& piece, TensorView out) const;
   TensorView leave(Context& c, const Route& route, const Piece& piece, void* at);
+  void sum_left(Context& c);
+  void check_left(Context& c, const Route& route);
+  ChecksumItem item_of(const Route& route, const Piece& piece, ConstTensorView rows) const;
   bool loses(const Route& route, const Piece& piece) const;
-  void keep(Context& c, const Route& route, const Piece& piece, int64_t bucket);
+  void keep(Context& c, const Route& route, int64_t bucket);
   void exchange(Context& c, const Route& route, int64_t bucket);
   bool land(Context& c, const Route& route, const Piece& piece, std::span<const char>* bytes);
   void verify(Context& c, const Route& route);
@@ -156,7 +170,10 @@ class Transfer {
   // Of the update at hand.
   bool is_delta_ = false;
   Status bad_;  // the first error of this rank
-  std::vector<int64_t> sent_sums_, landed_sums_;  // by copy: running XXH64, of what this rank sends and of what it received
+  std::vector<Piece> left_;           // what was packed, in order; by its places:
+  TensorView marks_, sums_;           // i32, i64 [pieces]: whether something is not finite, and the checksum
+  std::vector<ChecksumItem> items_;   // of which the last ones are still to be summed
+  std::vector<int64_t> sent_sums_, landed_sums_;  // by copy: checksums of what this rank sends and of what it received
   std::vector<int64_t> landed_rows_;              // by copy
   int64_t moved_ = 0, changed_ = 0;               // bytes: sent to others, and of what was sent or kept, written
 };

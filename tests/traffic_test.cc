@@ -380,7 +380,7 @@ TEST_P(TrafficOf, AStepIsAsPredicted) {
   EXPECT_EQ(trainer.rows + trainer.panels, run.trainer_bytes);
   if (run.apart) {
     const WeightBytes sampler = weights_arena_bytes(run.sampler->table(), c.sampler());
-    EXPECT_EQ(sampler.rows + sampler.panels + transfer_bytes({run.trainer.table(), c.numerics}, {run.sampler->table(), c.sampler()}, world->size(), WholeRun::kBucketBytes), run.sampler_bytes);
+    EXPECT_EQ(sampler.rows + sampler.panels + transfer_bytes({run.trainer.table(), c.numerics}, {run.sampler->table(), c.sampler()}, world->size(), WholeRun::kBucketBytes, Device::cpu), run.sampler_bytes);
   }
   for (const auto& [name, t] : predicted) EXPECT_TRUE(counted.contains(name)) << name << " did not happen; " << t.calls << " calls were predicted";
   if (!run.actor) return;

@@ -23,6 +23,23 @@ void scatter_rows(Context& c, TensorView out, ConstTensorView x, ConstTensorView
   });
 }
 
+void copy_rows(Context& c, TensorView out, ConstTensorView x) {
+  CHECK(out.shape.rank == 2 && out.shape == x.shape && out.dtype == x.dtype, "copy_rows: x {} {}, out {} {}", dtype_name(x.dtype), x.shape.str(),
+        dtype_name(out.dtype), out.shape.str());
+  if (x.empty()) return;
+  if (c.on_gpu()) return device::copy_rows(c, out, x);
+  char* const to = static_cast<char*>(out.data);
+  const char* const from = static_cast<const char*>(x.data);
+  if (out.contiguous() && x.contiguous()) {
+    parallel_for(c, static_cast<int64_t>(x.bytes()), 1, [&](int64_t b, int64_t e, int) { std::memcpy(to + b, from + b, static_cast<size_t>(e - b)); });
+    return;
+  }
+  const auto element = static_cast<int64_t>(dtype_bytes(x.dtype)), bytes = x.dim(1) * element;
+  parallel_for(c, x.rows(), bytes, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) std::memcpy(to + r * out.row_stride * element, from + r * x.row_stride * element, static_cast<size_t>(bytes));
+  });
+}
+
 void number_rows(Context& c, TensorView v) {
   CHECK(v.dtype == DType::i32 && v.shape.rank == 1, "number_rows: {} {}", dtype_name(v.dtype), v.shape.str());
   if (v.empty()) return;
