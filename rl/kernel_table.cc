@@ -12,6 +12,7 @@
 #include "ops/checksum/checksum.h"
 #include "ops/compressor/compressor.h"
 #include "ops/embed/embed.h"
+#include "ops/finite/finite.h"
 #include "ops/gate/gate.h"
 #include "ops/hadamard/hadamard.h"
 #include "ops/hyperconn/hyperconn.h"
@@ -526,6 +527,9 @@ class Table {
     });
     elementwise("adamw", "all_finite", 4, [=](const CallOperands& o) -> Run {
       return [=, &c = o.c(), out = o.operands.make(DType::i32, {1}), x = o.operands.random(kF32, {n})] { all_finite(c, out, x); };
+    });
+    elementwise("finite", "mark_nonfinite", 4, [=](const CallOperands& o) -> Run {
+      return [=, &c = o.c(), mark = o.operands.zeros(DType::i32, {1}), x = o.operands.random(kF32, {rows, columns})] { mark_nonfinite(c, mark, x); };
     });
     elementwise("checksum", "checksum", 4, [=](const CallOperands& o) -> Run {
       return [=, &c = o.c(), out = o.operands.make(DType::i64, {1}), item = ChecksumItem{.rows = o.operands.random(kF32, {rows, columns})}] { checksum(c, out, std::span(&item, 1)); };

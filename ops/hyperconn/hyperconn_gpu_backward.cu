@@ -325,7 +325,7 @@ void hyper_feed_backward(Context& c, TensorView dx, const HyperGradients& dw, Co
            sums.ptr<float>(), static_cast<int>(logits), static_cast<int>(n), head);
   }
   const ConstTensorView flat(x.data, x.dtype, {rows, n * width}, x.row_stride);
-  if (!dw.fn.empty()) lockstep::matmul_backward_weight(c, dw.fn, draw, flat);
+  if (!dw.fn.empty()) portable::matmul_backward_weight(c, dw.fn, draw, flat);  // in f32, whatever fn's rows
 
   with_dtype(x.dtype, [&](auto t) {
     for_streams(n, [&](auto most) {

@@ -2,7 +2,7 @@
 // and by the shapes of the weight and of the tensors that operands are part of, never by the number of rows.
 //
 // On matrix units gradients come from dy rounded to bf16, and that of the input from weights in bf16, which quantised ones fit in exactly; those are
-// de-quantised for the call, all experts at once. Gradients of thin weights (fewer than kThin rows: the hyper-connections') stay in f32.
+// de-quantised for the call, all experts at once. Gradients of weights of fewer than kThin rows stay in f32.
 
 #include <algorithm>
 

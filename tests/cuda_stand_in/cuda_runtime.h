@@ -85,6 +85,7 @@ __device__ void __stwb(T* p, T v) {
 // A shuffle of 4 or 8 bytes is one or two of 32 bits.
 __device__ inline unsigned atomicAdd(unsigned* to, unsigned v) { return __atomic_fetch_add(to, v, __ATOMIC_RELAXED); }
 __device__ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned at) { return __nvvm_prmt(a, b, at); }
+__device__ inline unsigned __umulhi(unsigned a, unsigned b) { return __nvvm_mulhi_ui(a, b); }
 __device__ inline float fabsf(float v) { return __builtin_fabsf(v); }
 #define LOCKSTEP_SHUFFLE(name, instruction, last)                                                                     \
   template <typename T>                                                                                              \
