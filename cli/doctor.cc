@@ -37,8 +37,7 @@ std::string room(const char* path) {
 }
 
 void tell_machine() {
-  const double memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
-  line("cpu", fmt::format("{} cores, {:.1f} GiB of memory{}", std::thread::hardware_concurrency(), memory / kGiB,
+  line("cpu", fmt::format("{} cores, {:.1f} GiB of memory{}", std::thread::hardware_concurrency(), memory_bytes(Device::cpu) / kGiB,
 #if defined(__x86_64__)
                           __builtin_cpu_supports("avx512f") ? ", AVX-512" : ", AVX2"
 #else

@@ -245,7 +245,7 @@ int run(int argc, char** argv) {
   b->add_option("--config", bench.config, "config.json of the model")->required();
   b->add_option("--numerics", bench.numerics, "Of sampler and trainer")->check(CLI::IsMember({"f32", "bf16", "fp8", "fp4"}))->capture_default_str();
   b->add_option("--device", bench.device, "Where the model runs")->check(CLI::IsMember({"cpu", "gpu"}))->capture_default_str();
-  b->add_option("--threads", bench.options.threads, "CPU threads; 0: one a core")->capture_default_str();
+  b->add_option("--threads", bench.options.threads, "CPU threads; 0: one a core")->check(CLI::Range(0, 1024))->capture_default_str();
   const auto size = [&](const char* name, int64_t& value, const char* help) { b->add_option(name, value, help)->check(CLI::Range(int64_t{1}, int64_t{1} << 24))->capture_default_str(); };
   size("--batch", bench.options.batch, "Samples, each of a prompt of its own");
   size("--prompt", bench.options.prompt, "Tokens of a prompt");

@@ -39,7 +39,7 @@ Arena::Arena(std::string name, size_t reserve_bytes, Device device) : name_(std:
   }
   guarded_ = kAddressSanitizer;
   void* p = mmap(nullptr, reserve_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  CHECK(p != MAP_FAILED, "arena {}: cannot reserve {} bytes of address space", name_, reserve_);
+  CHECK(p != MAP_FAILED, "arena {}: cannot reserve {} bytes of address space, which take no memory; is it limited (ulimit -v)? set that to unlimited", name_, reserve_);
   base_ = static_cast<char*>(p);
   forbid(base_, std::min(kForbiddenAhead, reserve_));
 }

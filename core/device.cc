@@ -1,5 +1,7 @@
 #include "core/device.h"
 
+#include <unistd.h>
+
 #include <cstring>
 
 namespace lockstep {
@@ -16,6 +18,11 @@ thread_local bool in_capture = false;
 void check_may(const char* what) { CHECK(!in_capture, "{} while a graph is captured, which can only hold launches, copies and zeros in the device's memory", what); }
 
 }  // namespace
+
+double memory_bytes(Device device) {
+  if (device == Device::gpu && !device_info().emulated) return static_cast<double>(device_info().memory_bytes);
+  return static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+}
 
 DeviceContext::DeviceContext(Device device, int num_threads, size_t workspace_reserve_bytes)
     : pool_(num_threads), workspace_(device == Device::gpu ? "device workspace" : "workspace", workspace_reserve_bytes, device),

@@ -31,6 +31,9 @@ void device_load_early();
 void device_select(int ordinal);  // of the calling thread, which then makes and uses contexts
 int device_count();
 
+// Bytes that there are, of all processes together: of a GPU's own memory, else of the machine's.
+double memory_bytes(Device device);
+
 // What differs from one accelerator to the other, for the functions below and for arenas.
 namespace device_memory {
 // Reserved address space never moves; its first `end` bytes are usable once committed, and stay so until all is released.

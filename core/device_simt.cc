@@ -59,7 +59,7 @@ constexpr size_t kPage = 4096;
 
 void* reserve(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  CHECK(p != MAP_FAILED, "cannot reserve {} bytes of address space", bytes);
+  CHECK(p != MAP_FAILED, "cannot reserve {} bytes of address space, which take no memory; is it limited (ulimit -v)? set that to unlimited", bytes);
   Regions& r = regions();
   const std::lock_guard lock(r.mutex);
   r.committed[static_cast<char*>(p)] = 0;

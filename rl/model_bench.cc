@@ -7,6 +7,7 @@
 #include "core/device.h"
 #include "core/rng.h"
 #include "model/stack.h"
+#include "rl/memory.h"
 #include "rollout/engine.h"
 #include "train/actor.h"
 
@@ -20,6 +21,13 @@ struct Times {
   double all = 0, prefill = 0, decode = 0, train = 0, host = 0;
   int64_t decode_steps = 0, graph_steps = 0;
 };
+
+EngineOptions engine_options(const ModelBenchOptions& o) {
+  return {.max_running = o.batch, .max_batch_tokens = std::max<int64_t>(4096, o.batch), .max_context = o.prompt + o.new_tokens, .graphs = o.graphs};
+}
+
+// Tokens of a training step, in rows of row_tokens: a single one that is left has nothing to predict.
+int64_t trained_tokens(const ModelBenchOptions& o) { return o.train_tokens - (o.train_tokens % o.row_tokens == 1 ? 1 : 0); }
 
 // A policy on one device, as much of it as is asked for.
 class Bench {
@@ -40,14 +48,7 @@ class Bench {
     } else {
       CHECK(weights_.load(c, boxes, 0).is_ok(), "random weights");
     }
-    if (sample) {
-      EngineOptions e;
-      e.max_running = o.batch;
-      e.max_context = o.prompt + o.new_tokens;
-      e.max_batch_tokens = std::max<int64_t>(4096, o.batch);
-      e.graphs = o.graphs;
-      engine_ = std::make_unique<Engine>(c, model_, e, arena_);
-    }
+    if (sample) engine_ = std::make_unique<Engine>(c, model_, engine_options(o), arena_);
   }
 
   Times generate(std::vector<Completion>* completions) {
@@ -99,7 +100,7 @@ class Bench {
   std::vector<TrainSample> rows() {
     std::vector<TrainSample> samples;
     Philox rng(round_++, RngPurpose::test);
-    for (int64_t left = o_.train_tokens; left > 0; left -= o_.row_tokens) {
+    for (int64_t left = trained_tokens(o_); left > 0; left -= o_.row_tokens) {
       TrainSample s;
       s.index = static_cast<int64_t>(samples.size());
       s.prompt_length = 1;
@@ -178,14 +179,34 @@ ReadBox quick_boxes(Context& c, const ModelConfig& config) {
   };
 }
 
+Status check_bench_memory(const ModelConfig& config, const ModelBenchOptions& o, bool train, const EngineOptions* engine) {
+  const std::vector<TensorSpec> table = tensor_table(config);
+  const WeightBytes weight = weights_arena_bytes(table, o.numerics);
+  const double weights = static_cast<double>(weight.rows + (o.device == Device::cpu ? weight.panels : 0));
+  double training = 0;  // gradient, master and two moments
+  for (const TensorSpec& t : table) training += train && !t.is_buffer() ? 4.0 * sizeof(float) * static_cast<double>(t.shape.elements()) : 0.0;
+  const double state = engine != nullptr ? static_cast<double>(engine_state_bytes(config, o.numerics, *engine)) : 0.0;
+  const double there = memory_bytes(o.device);
+  if (weights + training + state <= there) return Status::ok();
+  constexpr double kGiB = 1 << 30;
+  return errorf("bench: at least {:.1f} GiB of memory are needed (weights {:.1f}, masters, gradients and moments {:.1f}, state of {} samples {:.1f}), this {} has {:.1f}; "
+                "take a smaller --config or fewer samples of fewer tokens",
+                (weights + training + state) / kGiB, weights / kGiB, training / kGiB, engine != nullptr ? engine->max_running : 0, state / kGiB,
+                o.device == Device::gpu ? "GPU" : "machine", there / kGiB);
+}
+
 Result<ModelBenchResult> bench_model(const ModelConfig& config, const std::string& what, const ModelBenchOptions& o) {
   if (o.device == Device::gpu) LOCKSTEP_RETURN_IF_ERROR(device_available());
   if (what != "generate" && what != "train" && what != "rl") return errorf("bench: {} is not measured; there are generate, train and rl", what);
   const int64_t longest = what == "train" ? o.row_tokens : o.prompt + o.new_tokens;
   if (longest > config.max_positions)
     return errorf("bench: sequences of {} tokens for a model with max_position_embeddings {}; lower --prompt, --new or --tokens", longest, config.max_positions);
+  if (what == "train" && std::min(o.train_tokens, o.row_tokens) < 2)
+    return errorf("bench: sequences of training hold a prompt and a response, --tokens {} and --row {} leave 1 token; raise them to 2 or more", o.train_tokens, o.row_tokens);
+  const EngineOptions sampler = engine_options(o);
+  LOCKSTEP_RETURN_IF_ERROR(check_bench_memory(config, o, what != "generate", what != "train" ? &sampler : nullptr));
   Bench bench(config, o, what != "train", what != "generate");
-  ModelBenchResult result{.what = what, .tokens = what == "train" ? o.train_tokens : o.batch * o.new_tokens};
+  ModelBenchResult result{.what = what, .tokens = what == "train" ? trained_tokens(o) : o.batch * o.new_tokens};
   std::vector<Times> runs;
   if (what == "rl") result.differing = 0;
   for (int i = 0; i <= o.repeat; ++i) {

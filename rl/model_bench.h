@@ -13,6 +13,8 @@
 
 namespace lockstep {
 
+struct EngineOptions;
+
 struct ModelBenchOptions {
   Numerics numerics = Numerics::bf16;
   Device device = Device::cpu;
@@ -38,6 +40,9 @@ struct ModelBenchResult {
 
 // Numbers of the size that initialisation gives, by a generator that fills billions of them in seconds; experts of hash tables are distinct in a row.
 ReadBox quick_boxes(Context& c, const ModelConfig& config);
+
+// An error where weights, training state (if `train`) and the state of the samples of `engine` (null: none) are more than the machine, or the GPU, has.
+Status check_bench_memory(const ModelConfig& config, const ModelBenchOptions& options, bool train, const EngineOptions* engine);
 
 // `what`: generate, train, rl.
 Result<ModelBenchResult> bench_model(const ModelConfig& config, const std::string& what, const ModelBenchOptions& options);

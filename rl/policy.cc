@@ -1,7 +1,5 @@
 #include "rl/policy.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <bit>
 #include <filesystem>
@@ -86,9 +84,7 @@ Status check_memory(const ModelConfig& m, Numerics numerics, const PolicyUse& us
                 (static_cast<double>(size.slot_bytes) + static_cast<double>(pages) * static_cast<double>(size.page_bytes)) +
             static_cast<double>(use.engine.cache_slots) * static_cast<double>(size.slot_bytes);
   }
-  double physical = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
-  if (device == Device::gpu && !device_info().emulated) physical = static_cast<double>(device_info().memory_bytes);
-  const double largest = std::max({weights, training, state});
+  const double physical = memory_bytes(device), largest = std::max({weights, training, state});
   if (weights + training + state <= physical && largest <= static_cast<double>(kArenaReserve)) return Status::ok();
   constexpr double kGiB = 1 << 30;
   return errorf("at least {:.1f} GiB of memory are needed (weights {:.1f}, masters{} {:.1f}, state of {} running samples {:.1f}), this "

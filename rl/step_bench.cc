@@ -27,6 +27,14 @@ int64_t decode_context(const ModelBenchOptions& o, std::span<const int64_t> batc
   return o.prompt + o.new_tokens + *std::max_element(batches.begin(), batches.end()) * o.prompt / o.microbatch_tokens + 4;
 }
 
+EngineOptions decode_engine(const ModelBenchOptions& o, int64_t batch) {
+  return {.max_running = batch, .max_batch_tokens = std::max(o.microbatch_tokens, batch), .max_context = decode_context(o, {&batch, 1})};
+}
+EngineOptions prefill_engine(const ModelBenchOptions& o) {
+  const int64_t prompts = std::max<int64_t>(1, o.microbatch_tokens / o.prompt);
+  return {.max_running = prompts, .max_batch_tokens = prompts * o.prompt, .max_context = o.prompt + 2};
+}
+
 // A context, what it gives at best, and lines about what was done on it.
 class Bench {
  public:
@@ -41,9 +49,9 @@ class Bench {
     load(decode_context(o_, batches));
     for (const int64_t batch : batches) {
       Arena state("bench state", kReserve, o_.device);
-      const int64_t context = decode_context(o_, {&batch, 1});
-      Engine engine(context_, model_, {.max_running = batch, .max_batch_tokens = std::max(o_.microbatch_tokens, batch), .max_context = context}, state);
-      submit(engine, batch, context - o_.prompt);
+      const EngineOptions options = decode_engine(o_, batch);
+      Engine engine(context_, model_, options, state);
+      submit(engine, batch, options.max_context - o_.prompt);
       while (engine.stats().prefill_tokens < batch * o_.prompt) engine.step();
       std::vector<double> seconds;
       for (int64_t i = 0; i < o_.new_tokens; ++i) seconds.push_back(timed([&] { engine.step(); }));
@@ -59,9 +67,10 @@ class Bench {
 
   void prefill() {
     load(o_.prompt + 2);
-    const int64_t prompts = std::max<int64_t>(1, o_.microbatch_tokens / o_.prompt), tokens = prompts * o_.prompt;
+    const EngineOptions options = prefill_engine(o_);
+    const int64_t prompts = options.max_running, tokens = options.max_batch_tokens;
     Arena state("bench state", kReserve, o_.device);
-    Engine engine(context_, model_, {.max_running = prompts, .max_batch_tokens = tokens, .max_context = o_.prompt + 2}, state);
+    Engine engine(context_, model_, options, state);
     std::vector<double> seconds;
     for (int i = 0; i <= o_.repeat; ++i) {
       submit(engine, prompts, 1);
@@ -179,6 +188,12 @@ Status bench_steps(const ModelConfig& config, const std::string& what, const std
   const int64_t longest = what == "decode" ? decode_context(o, batches) : what == "prefill" ? o.prompt + 2 : 0;
   if (longest > config.max_positions)
     return errorf("bench: sequences of {} tokens for a model with max_position_embeddings {}; lower --prompt or --new", longest, config.max_positions);
+  std::vector<EngineOptions> engines;
+  if (what == "prefill") engines.push_back(prefill_engine(o));
+  if (what == "decode")
+    for (const int64_t batch : batches) engines.push_back(decode_engine(o, batch));
+  LOCKSTEP_RETURN_IF_ERROR(check_bench_memory(config, o, /*train=*/false, nullptr));
+  for (const EngineOptions& e : engines) LOCKSTEP_RETURN_IF_ERROR(check_bench_memory(config, o, /*train=*/false, &e));
   Bench bench(config, o, tell);
   if (what == "sync") return bench.sync();
   what == "decode" ? bench.decode(batches) : bench.prefill();

@@ -125,6 +125,14 @@ TEST_F(CommandLine, ABenchPrintsALineAMeasurement) {
   expect(lockstep("bench --config missing.json"), 2, "missing.json");
   expect(lockstep("bench kernel --config missing.json"), 2, "kernel not in {generate,train,rl,decode,prefill,sync,kernels}");
   expect(lockstep("bench --config " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json --prompt 250"), 2, "max_position_embeddings 256");
+  const std::string demo = " --config " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json --prompt 8 --new 4 --repeat 1 ";
+  expect(lockstep("bench train --tokens 33 --row 32" + demo), 0, "\"tokens\":32,");  // a token alone predicts nothing
+  expect(lockstep("bench train --tokens 1 --row 32" + demo), 2, "--tokens 1 and --row 32 leave 1 token");
+  expect(lockstep("bench train --tokens 32 --row 1" + demo), 2, "raise them to 2 or more");
+  expect(lockstep("bench generate --threads -1" + demo), 2, "--threads: Value -1 not in range 0 to 1024");
+  expect(lockstep("bench generate --batch 16777216 --new 200" + demo.substr(0, demo.find(" --new"))), 2, "state of 16777216 samples");
+  expect(lockstep("bench train --config " LOCKSTEP_SOURCE_DIR "/configs/pro.config.json"), 2, "take a smaller --config");
+  expect(lockstep("bench decode --config " LOCKSTEP_SOURCE_DIR "/configs/pro.config.json"), 2, "take a smaller --config");
 }
 
 TEST_F(CommandLine, ABenchOfKernelsHasALineForEveryOperatorAndStepsHaveFloors) {
