@@ -49,15 +49,11 @@ struct Narrow {
     }
   }
   GPU_INLINE void multiply_logits(const bf16* rows, int half) {
-#pragma unroll
-    for (int i = 0; i < D / 128; ++i)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int chunk = half * (D / 128) + i;
-        const unsigned long long a = along_channels(rows + chunk * kChunk, k);
-        sm90::MmaBf16<N, 0, 0>::run(logit, a, along_channels(s.q + chunk * (N * 64), k), (half | i | k) != 0);
-        sm90::MmaBf16<N, 0, 0>::run(dp, a, along_channels(s.grad + chunk * (N * 64), k), (half | i | k) != 0);
-      }
+    for_channels<D>(half, [&](int chunk, int k, bool accumulate) {
+      const unsigned long long a = along_channels(rows + chunk * kChunk, k);
+      sm90::MmaBf16<N, 0, 0>::run(logit, a, along_channels(s.q + chunk * (N * 64), k), accumulate);
+      sm90::MmaBf16<N, 0, 0>::run(dp, a, along_channels(s.grad + chunk * (N * 64), k), accumulate);
+    });
   }
   GPU_INLINE void weigh(int, int count) {
 #pragma unroll

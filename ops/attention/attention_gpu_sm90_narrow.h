@@ -27,13 +27,9 @@ struct Narrow {
     for (int i = 0; i < 2 * kPairs; ++i) highest[i] = own_highest[i] = kNone, sum[i] = 0.0f;
   }
   GPU_INLINE void multiply_logits(const bf16* rows, int half) {
-#pragma unroll
-    for (int i = 0; i < D / 128; ++i)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int chunk = half * (D / 128) + i;
-        sm90::MmaBf16<N, 0, 0>::run(logit, along_channels(rows + chunk * kChunk, k), along_channels(s.q + chunk * (N * 64), k), (half | i | k) != 0);
-      }
+    for_channels<D>(half, [&](int chunk, int k, bool accumulate) {
+      sm90::MmaBf16<N, 0, 0>::run(logit, along_channels(rows + chunk * kChunk, k), along_channels(s.q + chunk * (N * 64), k), accumulate);
+    });
   }
   GPU_INLINE void weigh(int, int count) {
 #pragma unroll

@@ -52,6 +52,15 @@ template <int kParity>
 GPU_INLINE void await() { sm90::sync_at(3 + kParity, 256); }
 GPU_INLINE void sync_both() { sm90::sync_at(5, 256); }
 
+// f(chunk, k, accumulate) for each product that logits sum over half of the channels: of chunk `chunk` of 64, channels 16 k to 16 k + 15.
+template <int D, typename F>
+GPU_INLINE void for_channels(int half, const F& f) {
+#pragma unroll
+  for (int i = 0; i < D / 128; ++i)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) f(half * (D / 128) + i, k, (half | i | k) != 0);
+}
+
 // copy_heads(t, tile, list): the heads' rows, on their way.
 template <int D, typename Memory, typename Problem, typename CopyHeads>
 GPU_INLINE void feed(Memory& s, const Problem& p, CopyHeads copy_heads) {

@@ -47,13 +47,9 @@ struct Wide {
     __syncwarp();
   }
   GPU_INLINE void multiply_logits(const bf16* rows, int half) {
-#pragma unroll
-    for (int i = 0; i < D / 128; ++i)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int chunk = (half * (D / 128) + i) * kChunk;
-        sm90::MmaBf16<kRows, 0, 0>::run(logit, along_channels(s.q + chunk, k), along_channels(rows + chunk, k), (half | i | k) != 0);
-      }
+    for_channels<D>(half, [&](int chunk, int k, bool accumulate) {
+      sm90::MmaBf16<kRows, 0, 0>::run(logit, along_channels(s.q + chunk * kChunk, k), along_channels(rows + chunk * kChunk, k), accumulate);
+    });
   }
   GPU_INLINE void weigh(int, int count) {
     if (count < kRows) {
