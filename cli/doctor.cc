@@ -1,4 +1,4 @@
-// lockstep doctor: what this machine has, what the program can do with it, and a self-check of about a minute.
+// lockstep doctor: what this machine has, what the program can do with it, and a short self-check.
 
 #include <sys/mman.h>
 #include <sys/resource.h>

@@ -285,7 +285,7 @@ int run(int argc, char** argv) {
   w->callback([&] { exit_code = run_alone("check-weights", [&] { return check_weights_command(check_weights); }); });
 
   bool machine_only = false;
-  CLI::App* d = app.add_subcommand("doctor", "What this machine has, and whether sampler and trainer agree on it: about a minute");
+  CLI::App* d = app.add_subcommand("doctor", "What this machine has, and whether sampler and trainer agree on it");
   d->add_flag("--machine", machine_only, "Only what it has");
   d->callback([&] { exit_code = run_alone("doctor", [&] { return doctor_command(machine_only); }); });
 

@@ -258,7 +258,7 @@ Result<OpenedRun> open_run(const std::string& path, bool resume, const std::stri
   std::string& checkpoint = run.checkpoint;
   LOCKSTEP_RETURN_IF_ERROR(peers.by_first("checkpoint", [&] {
     Result<RunDir> opened = RunDir::open(path, resume ? RunDir::Mode::resume : RunDir::Mode::start);
-    if (!opened) return opened.status();
+    if (!opened) return errorf("run.dir: {}", opened.message());
     run.dir = std::make_unique<RunDir>(opened.take());
     if (!resume) return Status::ok();
     if (Result<std::string> before = read_file(run.dir->config_path())) report_changed_settings(before.value(), resolved, hooks);

@@ -120,13 +120,13 @@ Status Loop::load_inputs(int threads) {
   judge_ = judge.take();
   TaskCounts counts;
   Result<std::vector<Prompt>> prompts = load_prompts(c.task.train_file, policy_->tokenizer(), c.task, &counts);
-  if (!prompts) return prompts.status();
+  if (!prompts) return errorf("task.train_file: {}", prompts.message());
   const std::string rows = fingerprint(prompts.value());
   task_ = std::make_unique<Task>(prompts.take(), static_cast<uint64_t>(c.run.seed));
   hooks_.say(fmt::format("{}: {}", c.task.train_file, counts.str()));
   if (evaluates) {
     Result<std::vector<Prompt>> problems = load_prompts(c.task.eval_file, policy_->tokenizer(), c.task, &counts);
-    if (!problems) return problems.status();
+    if (!problems) return errorf("task.eval_file: {}", problems.message());
     hooks_.say(fmt::format("{}: {}", c.task.eval_file, counts.str()));
     eval_problems_ = problems.take();
     eval_name_ = std::filesystem::path(c.task.eval_file).stem().string();

@@ -37,7 +37,9 @@ int num_threads(int asked) {
 // Random weights, or those of a checkpoint.
 Result<ReadBox> weight_source(const PolicyOptions& options, const ModelConfig& config, uint64_t seed) {
   if (options.init == kRandom) return random_boxes(config, seed);
-  return checkpoint_source(options.init, config);
+  Result<ReadBox> source = checkpoint_source(options.init, config);
+  if (!source && !is_directory(options.init)) return errorf("model.init: {}", source.message());  // commands that are given a directory have looked at it
+  return source;
 }
 
 Status check_vocabulary(const Tokenizer& tokenizer, const ModelConfig& config) {
@@ -113,7 +115,11 @@ Result<ModelConfig> find_model_config(const PolicyOptions& options) {
 
 Result<std::unique_ptr<Tokenizer>> find_tokenizer(const PolicyOptions& options) {
   if (options.tokenizer == "bytes") return std::unique_ptr<Tokenizer>(std::make_unique<ByteTokenizer>());
-  if (!options.tokenizer.empty()) return load_tokenizer(options.tokenizer);
+  if (!options.tokenizer.empty()) {
+    Result<std::unique_ptr<Tokenizer>> named = load_tokenizer(options.tokenizer);
+    if (!named) return errorf("model.tokenizer: {}", named.message());
+    return named;
+  }
   for (const std::string& path :
        {options.init, is_directory(options.config) ? options.config : parent_directory(options.config)}) {
     if (is_directory(path) && has_tokenizer(path)) return load_tokenizer(path);

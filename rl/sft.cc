@@ -49,7 +49,7 @@ Result<SftReport> run_sft(const SftConfig& config, bool resume, const Hooks& hoo
   Result<std::unique_ptr<Tokenizer>> tokenizer = find_tokenizer(config.model);
   if (!tokenizer) return tokenizer.status();
   Result<std::vector<Example>> loaded = load_examples(o.file, config.style, *tokenizer.value());
-  if (!loaded) return loaded.status();
+  if (!loaded) return errorf("sft.file: {}", loaded.message());
   const std::vector<Example>& examples = loaded.value();
   const Example& longest = *std::max_element(examples.begin(), examples.end(),
                                              [](const Example& a, const Example& b) { return a.tokens.size() < b.tokens.size(); });

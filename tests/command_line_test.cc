@@ -379,6 +379,13 @@ TEST_F(CommandLine, Ranks) {
   expect(lockstep("train run.toml --set parallel.dp=1"), 0, "steps 0 to 1");
   expect(lockstep("stall run"), 2, "run holds no flight records");
   expect(lockstep("eval --checkpoint gone --data data/eval.jsonl"), 2, "gone: there is no such checkpoint or run");
+  const std::string train = "train run.toml --set model.init=random --set run.dir=other ";
+  expect(lockstep(train + "--set model.init=gone"), 2, "model.init: gone: no such file or directory");
+  expect(lockstep(train + "--set model.tokenizer=gone"), 2, "model.tokenizer: cannot open gone");
+  expect(lockstep(train + "--set task.train_file=gone"), 2, "task.train_file: cannot open gone");
+  expect(lockstep(train + "--set task.eval_file=gone --set run.eval_every=1"), 2, "task.eval_file: cannot open gone");
+  expect(lockstep(train + "--set run.dir=run.toml"), 2, "run.dir: cannot make the directory run.toml");
+  expect(lockstep("sft run.toml --set model.init=random --set run.dir=other --set sft.file=gone"), 2, "sft.file: cannot open gone");
   expect(lockstep("train run.toml --set run.dir=other --set model.config= --set model.init=gone"), 2, "model.init is gone, which is no directory");
   if (std::string_view(MPIRUN_COMMAND).empty()) return;
   for (const char* writes : {"convert run out --to bf16", "export run out", "synth " LOCKSTEP_SOURCE_DIR "/configs/demo.config.json out"})
