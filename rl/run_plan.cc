@@ -1,7 +1,5 @@
 #include "rl/run_plan.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -9,6 +7,7 @@
 #include <thread>
 #include <tuple>
 
+#include "core/device.h"
 #include "io/json.h"
 #include "model/cost.h"
 #include "sync/transfer.h"
@@ -20,12 +19,10 @@ namespace {
 
 constexpr double kUsable = 0.95;  // of a device's memory; the rest is for its runtime and libraries
 
-double machine_memory() { return static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE)); }
-
 // A rank on the CPU has one core: 2 FMA of 8 f32 a cycle at 3 GHz (AVX2), and its share of memory.
 DeviceSpec cpu_core() {
   const auto cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
-  return {"cpu", machine_memory() / cores, 96e9, 96e9, 10e9, 5e9, 1.25e9, 10e9, 10e9 * cores, cores};
+  return {"cpu", memory_bytes(Device::cpu) / cores, 96e9, 96e9, 10e9, 5e9, 1.25e9, 10e9, 10e9 * cores, cores};
 }
 
 double longer(const CommBytes& b) { return static_cast<double>(std::max(b.sent, b.received)); }
